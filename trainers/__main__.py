@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from pydantic import Field
 from trainers.command_line import leave, run
 from trainers.config import TrainConfig
 from trainers.config.model import Tree
+from trainers.errors import ConfigError
 from trainers.launch.process import follow_agent
 from trainers.launch.spec import (
     FunctionSpec,
@@ -128,9 +130,6 @@ def explain(
         bool,
         Field(description="run what is advised beside the old configuration, in turn"),
     ] = False,
-    recorded: Annotated[
-        bool, Field(description="go by the run's records alone: no step is taken")
-    ] = False,
     seconds: Annotated[
         float,
         Field(
@@ -142,19 +141,17 @@ def explain(
     ] = 2.0,
 ) -> int:
     """Say where a run's time goes, and what takes it; changes nothing."""
-    from trainers.explain import Workers, explain, read_subject
+    from trainers.explain import explain, read_subject
     from trainers.launch.local import run_spawn
     from trainers.launch.process import setup_logging
     from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
     subject = read_subject(run)
-    workers: Workers = run_spawn
-    launcher = "spawn"
-    if not recorded and subject.config.launcher == "ray" and not embedded():
-        workers = do_on_cluster
-        launcher = "ray"
-    found = explain(subject, workers, seconds, launcher, not recorded, verify)
+    if subject.config.launcher == "ray" and not embedded():
+        found = explain(subject, do_on_cluster, seconds, "ray", verify)
+    else:
+        found = explain(subject, run_spawn, seconds, "spawn", verify)
     return _tell(output, found)
 
 
@@ -178,7 +175,7 @@ def _infer(
     checkpoint: str,
     out: str | None,
 ) -> int:
-    from trainers.inference import Inference, check_out, run_spec
+    from trainers.inference import Inference, run_spec
     from trainers.launch.process import setup_logging
 
     follow_agent()
@@ -188,8 +185,8 @@ def _infer(
     setup_logging(rank, output.quiet)
     spec.load_task()
     check_precision(spec)
-    if out is not None and rank == 0:
-        check_out(out)
+    if out is not None and Path(out).is_dir():
+        raise ConfigError("--out", out, "is a directory", "name a file")
     plain = asdict(replace(spec, quiet=output.quiet))
     job = Inference(**plain, split=split, which=checkpoint, out=out)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher

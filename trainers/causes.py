@@ -49,8 +49,8 @@ _SHARED_MEMORY = re.compile(
 _LOADER_DIED = re.compile(
     r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
 )
-_CARRIED = re.compile(r"Caught \w+ in (.+?)\.\nOriginal (Traceback .*)", re.DOTALL)
-_FRAME = re.compile(r'^  File "(.+?)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
+_CARRIED = re.compile(r"^Original Traceback .*\n(?: .*\n)*(\S.*)", re.MULTILINE)
+"""The exception of a DataLoader's worker, in the text of torch's own."""
 # Words of gloo, NCCL and torch.distributed's store where the exception is a bare
 # RuntimeError.
 _COLLECTIVE = re.compile(
@@ -169,8 +169,8 @@ def _explain(error: BaseException) -> tuple[Status, str]:
         return _loader_died(*(by_signal or died)[0].groups())
     if any(_SHARED_MEMORY.search(text) for text in texts):
         return "out_of_host_memory", f"{_SHM_FULL}: {words}"
-    if (carried := _CARRIED.match(texts[0].strip("'\""))) is not None:
-        words = _unwrap(*carried.groups()) or words
+    if (carried := _CARRIED.search(texts[0])) is not None:
+        words = f"{carried[1]} (in a DataLoader worker)"
     if is_full:
         return "error", f"the disk is full: {words}"
     return _status(error), words
@@ -219,24 +219,11 @@ def _loader_died(
         return "error", f"its {worker} {otherwise}"
     if by_signal == "Bus error":
         return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
-    name = {"Killed": "SIGKILL", "Terminated": "SIGTERM"}.get(by_signal)
-    if name is None:
-        return "error", f"its {worker} crashed: {by_signal}"
-    if name == "SIGKILL" and _kernel_killed():
-        words = f"its {worker} was killed by the kernel: the host's memory ran out"
+    if by_signal == "Killed":
+        words = f"its {worker} was killed, as where the host's memory runs out"
         return "out_of_host_memory", words
-    return "node_lost", f"its {worker} was ended by {name}"
-
-
-def _unwrap(where: str, trace: str) -> str | None:
-    """Describe an exception whose traceback torch sent as text from another process."""
-    frames = list(_FRAME.finditer(trace))
-    if not frames:
-        return None
-    raised = re.search(r"^(?! ).+", trace[frames[-1].end() :], re.MULTILINE)
-    words = raised[0] if raised else ""
-    file, line = line_of_task([(frame[1], int(frame[2])) for frame in frames])
-    return f"{words} ({Path(file).name}:{line}, in {where})"
+    status: Status = "node_lost" if by_signal == "Terminated" else "error"
+    return status, f"its {worker} died: {by_signal}"
 
 
 def raised_at(error: BaseException, below: int = 0) -> str:

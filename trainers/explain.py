@@ -8,7 +8,6 @@ configurations side by side. All these steps are thrown away.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -16,10 +15,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,18 +26,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainers.config import TrainConfig
 from trainers.config.model import Tree, build, override
-from trainers.config.sections import DataConfig
 from trainers.config.yaml import dump_yaml
 from trainers.context import RunContext
 from trainers.data.feed import Copies
 from trainers.data.stream import Stream
-from trainers.devices.device import resolve_device, synchronize
+from trainers.devices.device import synchronize
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, PacelineError, RunFailedError, first_line
+from trainers.errors import PacelineError, first_line
 from trainers.launch.process import end_at_once
-from trainers.launch.spec import Answer, Job, R, RunSpec, make_spec, open_run, read_file
+from trainers.launch.spec import Answer, Job, RunSpec, make_spec, open_run, read_file
 from trainers.loop.build import build_replica
-from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.figures import findings, student_t95
 from trainers.measure.result import Pauses, RunResult
@@ -46,9 +43,7 @@ from trainers.model.optimizer import optimizers_of
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
 from trainers.step import train_step
-from trainers.step.flops import device_peak
 from trainers.step.train_step import Replica, TrainStep
-from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +64,9 @@ _SENT = "all-reduce"
 """What ranks add up together."""
 _WAITED = "waiting for ranks"
 _FEWEST_TRACED = 12
+"""The fewest steps that a profile has."""
 _MOST = 400
-"""The fewest and the most steps that a profile has."""
-_FASTER_FORMAT = 1.5
-"""How many times as fast as fp32 a GPU's peak in bf16 must be for bf16 to be proposed.
-"""
+"""Steps after which the data begins anew."""
 _VERIFIED = 3
 """Number of causes whose changes are tried."""
 _ROUNDS = 4
@@ -82,9 +75,6 @@ _FEWEST_STEPS = 30
 """The fewest steps in a turn."""
 WORTH = 0.05
 """Share of the time below which a cause is not named."""
-_SHARDED = "with strategy fsdp, forward and backward include waiting for other ranks and what they exchange"
-_EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
-
 
 Shares = dict[str, float]
 """Seconds, or shares of the time, by part."""
@@ -107,11 +97,8 @@ class StepProfile(Answer):
     """
     accumulation: int
     device: str
-    most_loaders: int | None = None
-    """The most loader processes that the data can use; None without a limit."""
     busy_s: float | None = None
     """Seconds per step in which GPU kernels run."""
-    is_faster_in_bf16: bool = False
 
     def shares(self) -> Shares:
         """Return the share of a step by part; they add up to 1."""
@@ -132,8 +119,7 @@ class ProfileJob(Job[StepProfile]):
         """Profile as one worker; the result is rank 0's."""
         end_at_once()
         context.storage = None
-        config = self.config.model_copy(update={"profile_steps": 0})
-        replica = build_replica(self.load_task(), config.with_global_batch(), context)
+        replica = build_replica(self.load_task(), self.config, context)
         try:
             return profile_steps(replica, self.seconds)
         finally:
@@ -170,8 +156,6 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     mean_parts = {
         name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
     }
-    fp32 = device_peak(device, "fp32") or 0.0
-    bf16 = device_peak(device, "bf16") or 0.0
     profiled = StepProfile(
         step_s=step_s,
         parts=mean_parts,
@@ -179,9 +163,7 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         reads=reads,
         accumulation=replica.accumulation,
         device=device.type,
-        most_loaders=replica.train_feed.most_loaders,
         busy_s=busy_s,
-        is_faster_in_bf16=bf16 > _FASTER_FORMAT * fp32 > 0,
     )
     return group.first(profiled)
 
@@ -220,7 +202,10 @@ class PartClock:
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Charge a block to a part, except for nested blocks of other parts."""
+        """Charge a block (as a decorator: each call) to a part.
+
+        Nested blocks of other parts are left out.
+        """
         self.charge()
         self._parts.append(part)
         try:
@@ -228,16 +213,6 @@ class PartClock:
         finally:
             self.charge()
             self._parts.pop()
-
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of the function that charges its calls to a part."""
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with self.within(part):
-                return function(*args, **kwargs)
-
-        return called
 
 
 class Steps:
@@ -295,7 +270,7 @@ class Steps:
         each_s = self.time_s(2)
         self.clock.reads.clear()
         count = max(_FEWEST_TRACED, int(seconds / each_s))
-        return self.replica.group.first(min(_MOST, count))
+        return self.replica.group.first(count)
 
     def time_s(self, count: int) -> float:
         """Return the mean time of `count` steps."""
@@ -347,8 +322,8 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
         timed.append((train_step, "share_tensors", _SENT))
     with contextlib.ExitStack() as stack:
         for owner, name, part in timed:
-            function = clock.timed(part, getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, function))
+            timed_function = clock.within(part)(getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, timed_function))
         for name in _HOST_READS:
             read = _timed_read(clock, getattr(torch.Tensor, name))
             stack.enter_context(patch.object(torch.Tensor, name, read))
@@ -375,16 +350,16 @@ def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., A
 
 @dataclass(frozen=True)
 class Gain(Answer):
-    """The share of the time per sample that a change saves, with its 95 % interval."""
+    """The share of a step's time that a change saves, with its 95 % interval."""
 
     value: float
     low: float
     high: float
 
     @staticmethod
-    def of(rounds: Sequence[tuple[float, float]]) -> Gain:
-        """Compute the gain from (old, new) pairs of samples per second."""
-        logs = [math.log(old / new) for old, new in rounds]
+    def of(old_s: list[float], new_s: list[float]) -> Gain:
+        """Compute the gain from the old and new seconds per step of each round."""
+        logs = [math.log(new / old) for old, new in zip(old_s, new_s, strict=True)]
         mean = statistics.fmean(logs)
         error = statistics.stdev(logs) / math.sqrt(len(logs))
         half = student_t95(len(logs) - 1) * error
@@ -394,7 +369,7 @@ class Gain(Answer):
 
     def __str__(self) -> str:
         how = "less" if self.value >= 0 else "more"
-        return f"{abs(self.value):.0%} {how} time a sample in steps ({self.low:.0%} to {self.high:.0%} less)"
+        return f"{abs(self.value):.0%} {how} time a step ({self.low:.0%} to {self.high:.0%} less)"
 
 
 @dataclass(frozen=True)
@@ -428,16 +403,13 @@ class Cause:
 def run_shares(result: RunResult | None, profile: StepProfile | None) -> Shares:
     """Return the shares of the last launch's time, which add up to 1.
 
-    Steps are divided by the profile, or without one by what the run itself measured.
-
-    Without a result, only the profile's shares are returned.
+    Without a result, only the profile's shares are returned; without a profile, steps
+    are one share.
     """
     inside = profile.shares() if profile is not None else {}
     if result is None:
         return inside
-    if not inside:
-        waited = result.throughput.data_wait_share if result.throughput else 0.0
-        inside = {"data": waited, "steps": 1 - waited}
+    inside = inside or {"steps": 1.0}
     pauses = result.pauses or Pauses()
     compiling_s = _compiling_s(result)
     steps_s = _training_s(result) - compiling_s
@@ -462,13 +434,7 @@ def name_causes(
     if profile is not None:
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
-        found += _of_data(config.data, shares, profile.most_loaders)
         found += _of_steps(config, profile, shares, of_run)
-    elif shares.get("data", 0.0) > WORTH:
-        words = "rank 0 waits for batches: for the loader or the task's transform()"
-        is_stream = result is not None and result.epochs is None
-        changes = _more_loaders(config.data, 1 if is_stream else None)
-        found.append(Cause("slow loader", shares["data"], words, changes))
     worth = [cause for cause in found if cause.share > WORTH]
     return sorted(worth, key=lambda cause: -cause.share)
 
@@ -485,39 +451,20 @@ def _compiling_s(result: RunResult) -> float:
     return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
 
 
-def _more_loaders(data: DataConfig, most: int | None) -> Tree:
-    wanted = max(2, 2 * data.num_workers)
-    if most is not None:
-        wanted = min(wanted, most)
-    if wanted <= data.num_workers:
-        return {}
-    changes: Tree = {"data.num_workers": wanted}
-    if data.resident is True:
-        changes["data.resident"] = False
-    return changes
-
-
-def _of_data(data: DataConfig, shares: Shares, most: int | None) -> Iterator[Cause]:
-    words = "steps wait for their batches, made in the training process"
-    workers = data.num_workers if most is None else min(data.num_workers, most)
-    if workers:
-        words = (
-            f"steps wait for their batches, loaded with `data.num_workers: {workers}`"
-        )
-    fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
-    changes = _more_loaders(data, most)
-    yield Cause("slow loader", shares.get("data", 0.0), words, changes, fix)
-    words = "the task's transform() runs in the training process"
-    loaders = 2 if most is None else most
-    fix = f"do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers: {loaders}`: beside the steps"
-    yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
-
-
 def _of_steps(
     config: TrainConfig, profile: StepProfile, shares: Shares, of_run: float
 ) -> Iterator[Cause]:
     def of_step(seconds: float) -> float:
         return seconds / profile.step_s * of_run
+
+    workers = config.data.num_workers
+    words = f"steps wait for their batches, loaded with `data.num_workers: {workers}`"
+    changes: Tree = {"data.num_workers": max(2, 2 * workers)}
+    fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
+    yield Cause("slow loader", shares.get("data", 0.0), words, changes, fix)
+    words = "the task's transform() runs in the training process"
+    fix = "do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers`: beside the steps"
+    yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
 
     places = sorted(profile.reads, key=lambda place: -profile.reads[place])[:3]
     words = f"the host waits for the device where the task reads its values: {', '.join(places)}"
@@ -528,9 +475,9 @@ def _of_steps(
 
     usual_s = statistics.median_low(profile.own_s)
     slowest_s = max(profile.own_s)
-    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s * 1e3:.3g} ms for its own part of a step, "
-    words += f"others {usual_s * 1e3:.3g} ms"
-    yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=_EXCLUDE)
+    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s / usual_s:.2f} times as long for its own part of a step"
+    fix = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
+    yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=fix)
 
     words = "steps wait for gradients to be added up over the ranks"
     fix = "a larger global_batch_size sends them less often"
@@ -541,23 +488,16 @@ def _of_steps(
         for name in ("data", "copy", _SENT, _WAITED):
             idle -= shares.get(name, 0.0)
         words = "the GPU is idle until the host has issued its work"
-        is_plain = config.cuda_graphs is False and config.compile == "off"
-        changes = {}
-        if is_plain and len(profile.own_s) == 1:
-            changes = {"cuda_graphs": "auto"}
-        fix = "a larger global_batch_size gives each call more to do"
-        yield Cause("host-bound small batches", idle, words, changes, fix)
+        fix = "a larger global_batch_size gives each call more to do; so may `cuda_graphs: auto`"
+        yield Cause("host-bound small batches", idle, words, fix=fix)
 
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":
         words = f"a step goes through in {profile.accumulation} microbatches of {config.microbatch_size} samples"
         changes = {"microbatch_size": "auto"}
         yield Cause("microbatch too small", computing, words, changes)
-    if profile.device == "cpu" and config.precision != "fp32":
-        words = f"{config.precision} on a CPU: casts cost time, and few have arithmetic for it"
-        yield Cause("wrong precision", computing, words, {"precision": "fp32"})
-    elif profile.is_faster_in_bf16 and config.precision == "fp32":
-        words = "fp32 on a device that multiplies faster in bf16"
+    if profile.device == "cuda" and config.precision == "fp32":
+        words = "fp32 on a GPU, which multiplies faster in bf16 (from Ampere on)"
         yield Cause("wrong precision", computing, words, {"precision": "bf16"})
 
 
@@ -573,18 +513,9 @@ def _of_records(result: RunResult, shares: Shares) -> Iterator[Cause]:
         fix = "`checkpoint.async: true` writes beside the steps; or raise `checkpoint.every_s`"
         share = shares.get("checkpoints", 0.0)
         yield Cause("checkpoint stalls", share, words, fix=fix)
-    recompiles = (result.compile or {}).get("recompiles", 0)
-    if recompiles:
-        words = f"{recompiles} graphs were compiled again in mid-training"
-        fix = "give the model batches of one shape (`drop_last: true`, padding), or set `compile: off`"
-        yield Cause("recompiles", shares.get("compiling", 0.0), words, fix=fix)
-
-
-class Workers(Protocol):
-    """Lets workers do a job, and returns its result; raises PacelineError."""
-
-    def __call__(self, job: Job[R]) -> R:
-        """Do the job."""
+    words = "graphs are compiled, again for each new shape of a batch"
+    fix = "`TORCH_LOGS=recompiles` says why; give the model batches of one shape (`drop_last: true`, padding), or set `compile: off`"
+    yield Cause("compiling", shares.get("compiling", 0.0), words, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -593,7 +524,6 @@ class Subject:
 
     location: str
     """A run's URI, or a YAML file, which has no records."""
-    tree: Tree
     directory: Path | None
     config: TrainConfig
     result: RunResult | None = None
@@ -609,8 +539,6 @@ class Explanation:
     """Of the run's time, by part; they add up to 1."""
     causes: list[Cause] = field(default_factory=list)
     """The largest share first."""
-    step_s: float | None = None
-    """Mean time of a step in the profile."""
     notes: list[str] = field(default_factory=list)
     """What the ranks' own figures show, and why there is no profile."""
 
@@ -631,80 +559,73 @@ def read_subject(location: str) -> Subject:
     """Read a run from a directory, a URI or a YAML file; ConfigError if there is none."""
     if location.endswith((".yaml", ".yml")):
         tree, directory = read_file(location)
-        return Subject(location, tree, directory, build(TrainConfig, tree, location))
+        return Subject(location, directory, build(TrainConfig, tree, location))
     storage, config = open_run(location)
     result = None
     if storage.exists("result.json"):
         result = storage.read_json("result.json", RunResult)
     directory = Path(storage.path) if storage.is_local else None
-    return Subject(storage.uri, config.tree(), directory, config, result)
+    return Subject(storage.uri, directory, config, result)
 
 
 def explain(
     subject: Subject,
-    workers: Workers,
+    workers: Callable[[Job[Any]], Any],
     seconds: float,
     launcher: str = "spawn",
-    profile: bool = True,
     verify: bool = False,
 ) -> Explanation:
     """Explain a run.
 
-    With `profile`, workers started by `launcher` take steps of it for about `seconds`,
-    which are thrown away. With `verify`, the changed configurations run beside the old
-    one. Nothing is written to the run.
+    Workers started by `launcher` take steps of it for about `seconds`. With `verify`,
+    the changed configurations run beside the old one. Nothing is written to the run.
     """
     result = subject.result
     notes = []
     if result is not None:
         notes = [sentence for _, sentence in findings(result.ranks)]
-    spec = None
     measured = None
-    if profile:
-        try:
-            spec = _measurable(subject, launcher)
-            measured = workers(ProfileJob(**asdict(spec), seconds=seconds))
-            if spec.config.strategy == "fsdp" and spec.config.scaling.max_workers > 1:
-                notes.append(_SHARDED)
-        except PacelineError as error:
-            notes.append(f"not profiled: {first_line(error)}")
+    try:
+        spec = _measurable(subject, launcher)
+        measured = workers(ProfileJob(**asdict(spec), seconds=seconds))
+    except PacelineError as error:
+        notes.append(f"not profiled: {first_line(error)}")
     causes = name_causes(subject.config, result, measured)
-    step_s = measured.step_s if measured is not None else None
-    if verify and spec is not None and step_s is not None:
+    if verify and measured is not None:
         tried = [cause for cause in causes if cause.changes][:_VERIFIED]
-        steps = int(seconds / step_s)
+        steps = max(_FEWEST_STEPS, int(seconds / measured.step_s))
         causes = [
             _verified(cause, spec, steps, workers) if cause in tried else cause
             for cause in causes
         ]
-    return Explanation(
-        subject.location, run_shares(result, measured), causes, step_s, notes
-    )
+    return Explanation(subject.location, run_shares(result, measured), causes, notes)
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """Return the run as workers can measure it; ConfigError if step sizes vary."""
+    """Return the run as workers can measure it: all of them, the largest batch."""
     config = subject.config
-    source = subject.location
-    if config.changes_batch:
-        rule = "gives steps that differ in size"
-        fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
-        sizes = config.tree()["batch_schedule"]
-        raise ConfigError("batch_schedule", sizes, rule, fix, source)
-    changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
-    tree = override(TrainConfig, subject.tree, changes)
-    spec = make_spec(tree, source, subject.directory, own_workers=launcher != "ray")
+    changes = {
+        "scaling.num_workers": config.scaling.max_workers,
+        "launcher": launcher,
+        "batch_schedule": None,
+        "batch_size_per_worker": None,
+        "global_batch_size": config.batch_size,
+    }
+    tree = override(TrainConfig, config.tree(), changes)
+    own_workers = launcher != "ray"
+    spec = make_spec(tree, subject.location, subject.directory, own_workers)
     return replace(spec, quiet=True)
 
 
-def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Cause:
+def _verified(
+    cause: Cause, spec: RunSpec, steps: int, workers: Callable[[Job[Any]], Any]
+) -> Cause:
     """Return the cause with the measured gain of its change."""
     try:
         new = override(TrainConfig, spec.tree, cause.changes)
         build(TrainConfig, new, spec.source)
-        with spec.storage.beside() as place:
-            job = CompareJob(**asdict(spec), new=new, steps=steps, place=place.uri)
-            return replace(cause, gain=workers(job))
+        job = CompareJob(**asdict(spec), new=new, steps=steps)
+        return replace(cause, gain=workers(job))
     except PacelineError as error:
         logger.warning("%s could not be run: %s", cause.changes, first_line(error))
         return cause
@@ -712,66 +633,35 @@ def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Caus
 
 @dataclass(frozen=True)
 class CompareJob(Job[Gain]):
-    """Trains with both configurations in turn, from scratch each time."""
+    """Takes steps of both configurations in turn; writes nothing."""
 
     answer = Gain
     new: Tree
     """The changed configuration, like `tree`."""
     steps: int
-    """Steps in one turn of the old configuration."""
-    place: str
-    """Directory for what the turns write. Whoever made the job deletes it, since a
-    worker may be killed.
-    """
+    """Steps in one turn."""
 
     def execute(self, context: RunContext) -> Gain:
         """Measure as one worker; the result is rank 0's."""
         end_at_once()
-        device = resolve_device(self.config.device, context.device_index)
-        group = Group(context.rank, context.world_size, device)
-        turns = [("old", self.tree), ("new", self.new)]
-        rounds = []
-        for number in range(_ROUNDS):
-            speeds = {}
-            for name, tree in turns:
-                place = Storage(self.place).child(f"{number}-{name}")
-                speeds[name] = self._samples_per_s(tree, context, group, place)
-            rounds.append((speeds["old"], speeds["new"]))
+        context.storage = None
+        old_s: list[float] = []
+        new_s: list[float] = []
+        turns = [(self.tree, old_s), (self.new, new_s)]
+        for _ in range(_ROUNDS):
+            for tree, taken in turns:
+                taken.append(self._step_s(tree, context))
             turns.reverse()
-        return Gain.of(rounds)
+        return Gain.of(old_s, new_s)
 
-    def _samples_per_s(
-        self, tree: Tree, context: RunContext, group: Group, place: Storage
-    ) -> float:
-        whole = build(TrainConfig, tree, self.source)
-        steps = self.steps * self.config.batch_size // whole.batch_size
-        steps = max(_FEWEST_STEPS, steps)
-        changes: Tree = {
-            "epochs": None,
-            "max_steps": steps,
-            "evaluate.every_epochs": None,
-            "evaluate.every_steps": steps,
-            "tracking": [],
-            "profile_steps": 0,
-        }
-        short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
+    def _step_s(self, tree: Tree, context: RunContext) -> float:
+        """Build the replica anew, and return the mean time of its steps on rank 0."""
         torch.compiler.reset()  # each turn compiles as a run does
-        worker = RunContext(
-            place,
-            context.launcher,
-            context.rank,
-            context.world_size,
-            context.local_rank,
-            context.local_world_size,
-            context.device_index,
-        )
-        result = fit(replace(self, tree=tree).load_task(), short, worker)
-        group.barrier()
-        if context.rank == 0:
-            place.delete("")
-        if result.throughput is None:
-            words = (
-                f"{steps} steps gave no throughput ({result.status}: {result.message})"
-            )
-            raise RunFailedError("error", words)
-        return group.first(result.throughput.samples_per_s)
+        spec = replace(self, tree=tree)
+        replica = build_replica(spec.load_task(), spec.config, context)
+        try:
+            steps = Steps(replica, PartClock(replica.device))
+            steps.time_s(WARMUP_STEPS)
+            return replica.group.first(steps.time_s(self.steps))
+        finally:
+            replica.close()

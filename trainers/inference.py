@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
-from pyarrow import fs
 from torch import Tensor, nn
 
 from trainers.causes import classify
@@ -43,7 +42,14 @@ from trainers.devices.device import (
     synchronize,
 )
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError, counted, in_digits, redact
+from trainers.errors import (
+    MISSING,
+    CheckpointError,
+    ConfigError,
+    counted,
+    in_digits,
+    redact,
+)
 from trainers.launch.process import end_at_once
 from trainers.launch.spec import (
     MARK,
@@ -79,8 +85,7 @@ from trainers.task import Task, load_split, task_feed
 logger = logging.getLogger(__name__)
 
 _INDEX = "index"
-_WINDOW = 16  # batches of a rank between two meetings of all ranks
-_ROW_GROUP_BYTES = 32 * 2**20
+_WINDOW = 16  # batches of a rank between two meetings of all ranks: a row group
 _TRIED = 2  # samples of a pass that is thrown away
 
 
@@ -414,19 +419,6 @@ def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
     return replace(spec, uri=run.uri)
 
 
-def check_out(out: str) -> None:
-    """Raise ConfigError if no file can be written there."""
-    target = Storage(out)
-    rule = "is a directory"
-    try:
-        target.parent.prove_writable()
-        if target.info().type != fs.FileType.Directory:
-            return
-    except ConfigError as error:
-        rule = error.rule
-    raise ConfigError("--out", out, rule, "name a file where this user may write")
-
-
 def predict(
     forward: ForwardPass,
     feed: Feed,
@@ -472,36 +464,24 @@ def predict(
             if classify(error) in OUT_OF_MEMORY:
                 raise too_large(error, size, group, next_smaller(size)) from error
             raise
-        return _record(rows, task.predictions(outputs, batch), task)
+        columns = task.predictions(outputs, batch)
+        with _as_table():
+            return _record(rows, columns)
 
-    def records() -> Iterator[pa.RecordBatch]:
+    def windows() -> Iterator[list[pa.RecordBatch]]:
         for part, own in zip(every, mine, strict=True):
             made = [record(rows) for rows in part]
-            for received in group.collect(made[: len(own)]):
-                yield from received
+            yield from filter(None, group.collect(made[: len(own)]))
 
     if group.rank == 0:
-        _write(records(), target, about)
+        _write(windows(), target, about)
     else:
-        collections.deque(records(), maxlen=0)
+        collections.deque(windows(), maxlen=0)
 
 
-def _record(rows: Tensor, columns: Any, task: Task) -> pa.RecordBatch:
-    owner = f"{type(task).__name__}.predictions()"
-    if not isinstance(columns, Mapping):
-        rule = "must be a dict of tensors by column"
-        fix = 'return {"output": TENSOR}'
-        raise ConfigError(owner, type(columns).__name__, rule, fix)
-    arrays = {_INDEX: pa.array(rows.numpy())}
-    for name, value in columns.items():
-        is_column = isinstance(value, Tensor) and value.shape[:1] == rows.shape
-        if not is_column or 0 in value.shape or name == _INDEX or value.is_complex():
-            is_tensor = isinstance(value, Tensor)
-            given = list(value.shape) if is_tensor else type(value).__name__
-            wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
-            fix = f"choose what to write in {owner}"
-            rule = f"must be {wanted}, under another name than {_INDEX}"
-            raise ConfigError(f"prediction {name}", given, rule, fix)
+def _record(rows: Tensor, columns: dict[str, Tensor]) -> pa.RecordBatch:
+    arrays = {}
+    for name, value in {_INDEX: rows, **columns}.items():
         values = value.detach()
         # The first is unknown to Arrow, the second to many readers.
         if values.dtype in (torch.bfloat16, torch.float16):
@@ -514,40 +494,29 @@ def _record(rows: Tensor, columns: Any, task: Task) -> pa.RecordBatch:
 
 
 def _write(
-    records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]
+    windows: Iterator[list[pa.RecordBatch]], target: Storage, about: dict[str, str]
 ) -> None:
-    """Write all records in row groups whose sizes depend only on the batches."""
-    first = next(records)
-    schema = first.schema.with_metadata(about)
+    """Write each window as a row group."""
+    first = next(windows)
+    schema = first[0].schema.with_metadata(about)
     with (
         target.parent.writer(target.name) as stream,
         pq.ParquetWriter(stream, schema) as file,
     ):
-        for group in _row_groups(itertools.chain([first], records)):
-            rows = pa.Table.from_batches(group).replace_schema_metadata(about)
-            file.write_table(rows, row_group_size=len(rows))
+        for window in itertools.chain([first], windows):
+            with _as_table():
+                file.write_table(pa.Table.from_batches(window))
 
 
-def _row_groups(records: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    first: pa.RecordBatch | None = None
-    waiting: list[pa.RecordBatch] = []
-    for record in records:
-        if first is None:
-            first = record
-        if record.schema != first.schema:
-            rule = f"must be in every batch as in the first, {_columns(first)}"
-            fix = "pad them to one shape in `predictions()`"
-            raise ConfigError("predictions", _columns(record), rule, fix)
-        waiting.append(record)
-        if sum(part.nbytes for part in waiting) >= _ROW_GROUP_BYTES:
-            yield waiting
-            waiting = []
-    if waiting:
-        yield waiting
-
-
-def _columns(record: pa.RecordBatch) -> str:
-    return ", ".join(f"{column.name} {column.type}" for column in record.schema)
+@contextlib.contextmanager
+def _as_table() -> Iterator[None]:
+    """Turn what pyarrow says of columns that make no table into a ConfigError."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        rule = f"makes no table: {error}"
+        fix = "return real tensors with a row a sample, of one shape in every batch"
+        raise ConfigError("predictions()", MISSING, rule, fix) from error
 
 
 @dataclass(frozen=True, repr=False)

@@ -84,9 +84,9 @@ DIED = (
     [
         (
             "is dead because its worker process has died. Worker exit detail: connection error code 2. End of file.",
-            "without an exception: SIGKILL, a crash or os._exit ended its process",
+            "its worker process has died",
         ),
-        ("died because its node has died. Node Id: 12", "because its node has died"),
+        ("died because its node has died. Node Id: 12", "its node has died"),
     ],
 )
 def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
@@ -94,7 +94,8 @@ def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
         1, WorkerHealthCheckFailedError(ActorDiedError(DIED.format(words)))
     )
     assert (found.status, found.follows) == ("node_lost", False)
-    assert found.message == f"rank 1 (pid 4711 on 10.0.0.7) died {how}"
+    assert found.message.startswith("rank 1: The actor ")
+    assert how in found.message
 
 
 def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_path):
@@ -108,7 +109,7 @@ def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_pat
     with pytest.raises(RunFailedError) as met:
         policy.after_exception(None, {0: gloo, 1: dead})
     assert met.value.status == "node_lost"
-    assert met.value.message.startswith("rank 1 (pid 4711")
+    assert met.value.message.startswith("rank 1: The actor died because its node")
 
 
 def failure(status, smaller=False):

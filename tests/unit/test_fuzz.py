@@ -24,13 +24,12 @@ import cluster.__main__
 from tests.specs import REPOSITORY, read_spec, whole_state
 from tests.unit.cluster_files import LOCAL, parent_of, shipped
 from tests.unit.report_records import curve, trial
+from tests.unit.test_row_shards import cut_large
 from trainers.__main__ import train
-from trainers.checkpoint._row_shards import cut_rows
 from trainers.checkpoint.manifest import Manifest, shard_file
 from trainers.checkpoint.store import Archive
 from trainers.command_line import Command, entries
 from trainers.config import TrainConfig
-from trainers.devices.group import Group
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
@@ -308,7 +307,7 @@ def kept(tmp_path_factory):
         Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2
     )
     weights = {"model": {"weight": torch.arange(300_000.0), "bias": torch.ones(3)}}
-    cut = cut_rows(weights, Group(0, 1, torch.device("cpu")), {"weight"})
+    cut = cut_large(weights)
     written = {
         name: archive.write("step-000000000002", name, cut.rest) for name in names
     }

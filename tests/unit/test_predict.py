@@ -17,8 +17,8 @@ from tests.specs import evaluations, make
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, RunFailedError, StorageError
-from trainers.inference import Inference, check_out, infer, predict, run_spec
+from trainers.errors import ConfigError, RunFailedError
+from trainers.inference import Inference, infer, predict, run_spec
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
@@ -118,7 +118,6 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path):
         {"sole": None},
         {"mean": lambda out: out.mean()},
         {"turned": lambda out: out.t()},
-        {"index": lambda out: out[:, 0]},
         {"pair": lambda out: (out, out)},
         {"wave": lambda out: out + 1j},
         {"none": lambda out: out[:, :0]},
@@ -308,17 +307,3 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path):
     )
     with pytest.raises(ConfigError):
         run_spec(str(tmp_path / "moved"), {"launcher": "ray"}, None)
-
-
-def test_where_no_file_can_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    for out in (
-        str(tmp_path),
-        str(tmp_path / "file/out.parquet"),
-        "/proc/out.parquet",
-        "s4://bucket/out.parquet",
-    ):
-        with pytest.raises(ConfigError) as met:
-            check_out(out)
-        assert not isinstance(met.value, StorageError)
-    check_out(str(tmp_path / "new/out.parquet"))

@@ -190,7 +190,7 @@ def dynamo(monkeypatch):
 
 def test_training_its_loss_and_evaluation_are_one_graph_each(tmp_path, dynamo):
     result = train(tmp_path, compile="default")
-    assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
+    assert result.compile == {"graphs": 3}
     assert result.throughput is not None
     assert result.first_step_s is not None
 
@@ -207,7 +207,7 @@ def test_a_model_of_torchs_own_class_is_one_graph(model, dynamo):
     compile_model(model, "default", fullgraph=True)
     watch = profiler.CompileWatch()
     model(torch.ones(4, 8, 8)).sum().backward()
-    assert watch.figures() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+    assert watch.graphs() == 1
 
 
 @pytest.mark.full
@@ -217,34 +217,21 @@ def test_a_model_of_torchs_own_class_is_one_graph(model, dynamo):
 def test_so_they_are_where_code_is_generated(tmp_path):
     torch._dynamo.reset()
     result = train(tmp_path, compile="default")
-    assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
+    assert result.compile == {"graphs": 3}
     torch._dynamo.reset()
 
 
-def test_graph_breaks_are_counted_and_named(tmp_path, dynamo, log):
+def test_a_broken_graph_is_two(tmp_path, dynamo):
     result = train(tmp_path, BreakingBlobs(), compile="default")
-    assert result.compile["graph_breaks"] == 1
     assert result.compile["graphs"] >= 2
-    assert (
-        "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`"
-        in log.text
-    )
     stored = kept_result(tmp_path)
     assert stored.compile == result.compile
     assert stored.first_step_s == result.first_step_s
 
 
 @pytest.mark.full
-def test_a_step_that_compiles_again_is_no_measure_of_speed(tmp_path, dynamo, log):
-    # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up;
-    # evaluation has its own graphs.
-    short = train(tmp_path / "warm", compile="default", global_batch_size=60)
-    assert short.compile["graph_breaks"] == 0
-    assert short.compile["recompiles"] >= 1
-    assert "torch.compile compiled again" in log.text
-    assert "size mismatch at index 0" in log.text
-
-    torch._dynamo.reset()
+def test_a_step_that_compiles_again_is_no_measure_of_speed(tmp_path, dynamo):
+    # The ninth step of an epoch is another shape.
     late = train(
         tmp_path / "late", compile="default", global_batch_size=24, max_steps=18
     )  # 203 = 8 x 24 + 11

@@ -5,7 +5,6 @@ directories as the commands.
 import importlib
 import linecache
 import logging
-import os
 import sys
 import threading
 from dataclasses import asdict
@@ -309,32 +308,6 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook)
         match="cannot be given to workers: `Silent` has no source that can be found",
     ):
         train(RUN, task=cells.Silent)
-
-
-EDITED = """
-import torch
-from tests.tasks import Blobs
-
-class Mine(Blobs):
-    def metrics(self, outputs, batch):
-        return {"figure": torch.ones(len(batch[1]))}
-"""
-
-
-def test_a_file_that_is_edited_between_two_runs_is_told_of(tmp_path, capsys):
-    file = tmp_path / "edited_task.py"
-    file.write_text(EDITED)
-    run = RUN | {"task": "edited_task:Mine", "epochs": 1}
-    train(run, name="first")
-    train(run, name="second")
-    file.write_text(EDITED.replace("ones", "zeros"))
-    os.utime(file, (1, 1))
-    assert "edited_task.py" not in capsys.readouterr().out
-    assert train(run, name="third").metrics["val_figure"] == 1
-    assert capsys.readouterr().out.count("edited_task.py") == 1
-    importlib.reload(sys.modules["edited_task"])
-    assert train(run, name="fourth").metrics["val_figure"] == 0
-    assert "edited_task.py" not in capsys.readouterr().out
 
 
 def test_a_script_s_class_is_imported_from_the_script(tmp_path, monkeypatch):

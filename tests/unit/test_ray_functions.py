@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import socket
-import sys
 import threading
 import types
 import uuid
@@ -27,7 +26,7 @@ from tune.forks.function import picklable
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace, makes_trainer, without_exits
+from tune.ray.tuner import _Pace, makes_trainer
 
 made = []
 
@@ -136,22 +135,6 @@ def test_no_run_goes_on_from_another_that_began_in_the_same_second():
     assert with_own_name(named).name == "mine"
 
 
-def test_an_exit_amid_a_collection_is_not_shown(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", without_exits)
-
-    class Ends:
-        def __init__(self, error):
-            self.error = error
-
-        def __del__(self):
-            raise self.error
-
-    Ends(SystemExit(1))
-    assert capsys.readouterr().err == ""
-    Ends(KeyError("lost"))
-    assert "KeyError" in capsys.readouterr().err
-
-
 def leaves(error):
     """A function without a module, whose pickle imports nothing."""
 
@@ -188,7 +171,7 @@ def test_a_driver_ends_with_what_it_raised_or_returned(driver, outcome, parent):
 
 def test_an_interrupt_that_a_function_raises_fails_its_trial(parent):
     server = socket.create_server(("127.0.0.1", 0))
-    place = Place(0, 1, 0, 1, 0, 0).meeting_at(*server.getsockname())
+    place = Place(0, 1, 0, 1, 0, 0, *server.getsockname())
     call = cloudpickle.dumps(leaves(KeyboardInterrupt()))
     given = call, place, [], "trial", None
     fork = parent.fork(

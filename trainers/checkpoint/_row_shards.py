@@ -15,9 +15,8 @@ straight into a tensor's.
 """
 
 import contextlib
-import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -46,7 +45,6 @@ FORMATS = {
     torch.bool: "BOOL",
 }
 """The dtypes that can be written, with their names in the file format."""
-_LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
 
 
 @dataclass(frozen=True)
@@ -58,34 +56,17 @@ class Cut:
     rows: dict[str, Tensor]
     """This rank's rows by name; they share the tensors' memory."""
 
-    def digest(self) -> str:
-        """Return a digest of what must be equal on all ranks.
 
-        It covers names, formats and the shapes of rows.
-        """
-        lines = [
-            f"{name} {rows.dtype} {tuple(rows.shape[1:])}\n"
-            for name, rows in self.rows.items()
-        ]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def cut_rows(
-    state: State, group: Group, replicated: Collection[str] | None = None
-) -> Cut:
-    """Split a run's state, which itself is not changed.
+def cut_rows(state: State, group: Group) -> Cut:
+    """Split the sharded tensors of a run's state, which itself is not changed.
 
     Every rank must have a state of the same structure.
-
-    Sharded tensors are split. With `replicated`, names of the model's parameters, so
-    are large tensors that are equal on all ranks: parameters, their averages and the
-    optimizer's tensors.
     """
     cut: dict[str, Tensor] = {}
     stand_ins: dict[Place, Tensor] = {}  # tensors that are tied stay one
 
     def stand_in(tensor: Tensor, path: Place) -> Tensor:
-        rows = _own_rows(tensor, path, group, replicated)
+        rows = _own_rows(tensor, group)
         name = _name(path)
         if rows is None or name in cut:
             return tensor
@@ -248,34 +229,18 @@ def _share(count: int, rank: int, world_size: int) -> range:
     return range(min(begin, count), min(begin + step, count))
 
 
-def _own_rows(
-    tensor: Tensor, path: Place, group: Group, replicated: Collection[str] | None
-) -> Tensor | None:
+def _own_rows(tensor: Tensor, group: Group) -> Tensor | None:
     """Return the rows of a tensor that this rank writes; None if it is not split."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
         return None
+    if not is_shard(tensor):
+        return None
+    sharded: Any = tensor
+    part = local(tensor)
+    by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
+    by_all = sharded.device_mesh.size() == group.world_size
     own = _share(tensor.shape[0], group.rank, group.world_size)
-    if is_shard(tensor):
-        sharded: Any = tensor
-        part = local(tensor)
-        by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
-        by_all = sharded.device_mesh.size() == group.world_size
-        if by_rows and by_all and len(part) == len(own):
-            return part
-        return None
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    is_dense = is_plain and tensor.layout is torch.strided
-    if replicated is None or not is_dense or tensor.nbytes < _LEAST_BYTES:
-        return None
-    section, *inner = path
-    is_replica = (
-        (section == "model" and inner[0] in replicated)
-        or (section == "ema" and inner[1] in replicated)
-        or (section == "optimizer" and inner[0] == "state")
-    )
-    if is_replica:
-        return tensor.detach()[own.start : own.stop]
-    return None
+    return part if by_rows and by_all and len(part) == len(own) else None
 
 
 def _name(path: Place) -> str:

@@ -25,7 +25,6 @@ from trainers.checkpoint.validation import (
     check_dtypes,
     check_state,
     plain_numbers,
-    tensors_in,
 )
 from trainers.config import TrainConfig
 from trainers.devices.device import get_rng_state, set_rng_state
@@ -49,11 +48,6 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-_SHARD_BYTES = 1 << 28
-"""Model size from which replicas, too, write a checkpoint together: with its moments it
-takes one rank about a second to write. Only the model's size counts: what an optimizer
-holds may differ between ranks, and all must decide alike.
-"""
 _LONG_WAIT_S = 1.0
 # a file beside the run's that nobody has written to for so long is a killed process's
 _LONG_DEAD_S = 3600.0
@@ -224,25 +218,11 @@ class Keeper:
         return [("ema", self.parts.ema), ("schedule", self.parts.schedule)]
 
     def _cut(self, state: State) -> Cut:
-        """Split the state into what rank 0 writes and this rank's rows.
-
-        Either all ranks write rows, or none does.
-        """
-        parts = self.parts
-        group = self.parts.group
-        sharded = is_sharded(parts.model)
-        names = None
-        if not sharded:
-            if group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES:
-                return Cut(state, {})
-            names = dict(parts.model.named_parameters(remove_duplicate=False)).keys()
-        cut = cut_rows(state, group, names)
-        # An optimizer of the task's may have other tensors on each rank.
-        if len(set(group.gather(cut.digest()))) > 1:
-            cut = Cut(state, {})
-        if sharded:
-            return Cut(whole(cut.rest, group), cut.rows)
-        return cut
+        """Split the state into what rank 0 writes and this rank's rows."""
+        if not is_sharded(self.parts.model):
+            return Cut(state, {})
+        cut = cut_rows(state, self.parts.group)
+        return Cut(whole(cut.rest, self.parts.group), cut.rows)
 
     def _sums_left(self) -> dict[str, str]:
         """Return, on rank 0, checksums of the task's tensors that no checkpoint has.
@@ -373,11 +353,6 @@ class Keeper:
         self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
-
-
-def _size(tree: Any) -> int:
-    """Return the bytes of all tensors in nested data."""
-    return sum(tensor.nbytes for _, tensor in tensors_in(tree))
 
 
 def _check_moments(optimizer: Optimizer) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +25,6 @@ from trainers.errors import ConfigError, did_you_mean
 from trainers.launch.process import without_collection
 from trainers.launch.user_code import (
     add_to_path,
-    is_edited,
     load_function,
     load_task,
     portable,
@@ -40,8 +37,6 @@ from trainers.storage import Storage, parse_json, storage_uri
 
 if TYPE_CHECKING:
     from trainers.task import Task
-
-logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
 """The file that marks a directory as a run's."""
@@ -138,14 +133,7 @@ class RunSpec(Spec):
         with watched(config.failure, context or driver) as watchdog:
             watchdog.enter("the import of the task")
             add_to_path(list(self.path))
-            task = load_task(config.task, config.task_args, self.source)
-        module, _, _ = config.task.partition(":")
-        if is_edited(module) and context is not None:
-            logger.warning(
-                "%s has changed since this process imported it, and is trained as it was: restart the process (in a notebook, the kernel)",
-                sys.modules[module].__file__,
-            )
-        return task
+            return load_task(config.task, config.task_args, self.source)
 
 
 class Job(RunSpec, ABC, Generic[R]):

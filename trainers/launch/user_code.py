@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def task_path(
     """Return the directories that `sys.path` needs for the module that `key` names.
 
     The module may be beside the YAML file, above it, in the working directory, or
-    installed. Looks for files, and imports nothing.
+    installed.
 
     Raises ConfigError if there is neither such a file nor such an installed module.
     """
@@ -53,36 +52,18 @@ def task_path(
         with contextlib.suppress(OSError):  # a name too long for a file
             if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
                 return [str(path) for path in dict.fromkeys([root, *own])]
-    if _is_installed(module):
-        return [str(path) for path in own]
-    where = str(Path.cwd())
-    beside: list[str] = []
-    if yaml_dir is not None:
-        where = f"{yaml_dir} or a directory above it, in {where}"
-        beside += sorted(path.stem for path in yaml_dir.glob("*.py"))
-    otherwise = "check the name, or set `task_dir`"
-    if task_dir:
-        where = f"{Path.cwd() / task_dir} (`task_dir`), in {where}"
-        otherwise = "check the name and `task_dir`"
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        if importlib.util.find_spec(module) is not None:
+            return [str(path) for path in own]
+    folder = yaml_dir or Path.cwd()
+    where = f"{Path.cwd() / (task_dir or '')}, in {folder} or a directory above it"
+    beside = [path.stem for path in folder.glob("*.py")]
     leaf = module.rpartition(".")[2]
+    otherwise = "check the name and `task_dir`"
     fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
     rule = f"cannot be found: no {file} in {where}, nor an installed module"
     raise ConfigError(key, task, rule, fix, source)
-
-
-def _is_installed(module: str) -> bool:
-    """Whether the import system finds a module, without importing its parents."""
-    top, *below = module.split(".")
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        spec = importlib.util.find_spec(top)
-        for name in below:
-            if spec is None or not spec.submodule_search_locations or not name:
-                return False
-            places = spec.submodule_search_locations
-            spec = PathFinder.find_spec(f"{spec.name}.{name}", places)
-        return spec is not None
-    return False
 
 
 def portable(paths: list[str]) -> list[str]:
@@ -182,18 +163,6 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
         )
         raise ConfigError(key, named, rule, fix, source)
     return found
-
-
-def is_edited(name: str) -> bool:
-    """Whether an imported module's file has changed since this was first asked."""
-    module = sys.modules[name]
-    file = Path(module.__file__ or "")
-    if module.__spec__ is None or not file.is_file():
-        return False
-    now = file.stat().st_mtime_ns
-    # A module that is imported again has another spec.
-    before = vars(module.__spec__).setdefault("file_time_ns", now)
-    return bool(now != before)
 
 
 def _check_call(

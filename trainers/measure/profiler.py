@@ -1,4 +1,4 @@
-"""Profile some steps of a run, watch its compiler, report what filled its GPU.
+"""Profile some steps of a run, count its graphs, report what filled its GPU.
 
 Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: otherwise the profiler
 would complain that there is no GPU.
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +26,6 @@ from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 1024
-"""Compilations that dynamo remembers (64 by itself): a graph with its backward is two.
-"""
-_SHOWN = 5
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
 
@@ -42,24 +37,17 @@ class Inspection:
         self,
         profiler: StepProfiler | None,
         compile_watch: CompileWatch | None,
-        rank: int,
     ) -> None:
         self.profiler = profiler
         self.compile_watch = compile_watch
-        self.rank = rank
-        self._warmup_left = WARMUP_STEPS
 
     def step(self, clock: StepClock) -> None:
         """Note that a step was issued.
 
         Waits for the device as long as the profiler is active.
         """
-        self._warmup_left -= 1
-        if self.compile_watch is not None:
-            if self.compile_watch.compiled_since():
-                clock.leave_out()
-            if self._warmup_left == 0 and self.rank == 0:
-                self.compile_watch.warn_of_breaks()
+        if self.compile_watch is not None and self.compile_watch.compiled_since():
+            clock.leave_out()
         if self.profiler is None:
             return
         clock.end_span()
@@ -70,12 +58,10 @@ class Inspection:
         clock.start_span()
 
     def compiled(self) -> dict[str, int] | None:
-        """Return counts of graphs, breaks and recompilations; None if not compiled."""
+        """Return the number of compiled graphs; None if not compiled."""
         if self.compile_watch is None:
             return None
-        if self.rank == 0:
-            self.compile_watch.say_recompiles()
-        return self.compile_watch.figures()
+        return {"graphs": self.compile_watch.graphs()}
 
     def close(self) -> None:
         """End a recording that is still running."""
@@ -95,7 +81,7 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
     if config.compile != "off":
         compile_watch = CompileWatch()
     if profiler or compile_watch:
-        return Inspection(profiler, compile_watch, context.rank)
+        return Inspection(profiler, compile_watch)
     return None
 
 
@@ -187,9 +173,7 @@ class StepProfiler:
 
 
 class CompileWatch:
-    """Counts graphs, graph breaks and recompilations from its creation on.
-
-    Dynamo counts for the whole process, so only one may exist at a time.
+    """Counts compiled graphs from its creation on.
 
     It imports dynamo, which takes seconds: create it only for a run that compiles.
     """
@@ -197,70 +181,18 @@ class CompileWatch:
     def __init__(self) -> None:
         from torch._dynamo import utils
 
-        self._utils = utils
-        self._utils.set_compilation_metrics_limit(_KEPT)
-        self._utils.clear_compilation_metrics()
-        self._before = {
-            group: Counter(self._utils.counters[group])
-            for group in ("graph_break", "resumes", "stats")
-        }
-        self._graphs = self._utils.counters["stats"]["unique_graphs"]
+        self._stats = utils.counters["stats"]
+        self._before = self._graphs = self._stats["unique_graphs"]
 
-    def figures(self) -> dict[str, int]:
-        """Return counts of `graphs`, `graph_breaks` and `recompiles`.
-
-        These count the compiled graphs, the places where a graph broke, and the
-        compilations caused by a failed guard.
-        """
-        return {
-            "graphs": self._new("stats")["unique_graphs"],
-            # Breaks for one reason at two places make one reason and two resumed
-            # functions; some resume nothing.
-            "graph_breaks": max(
-                len(self._new("graph_break")), len(self._new("resumes"))
-            ),
-            "recompiles": len(self._recompiles()),
-        }
+    def graphs(self) -> int:
+        """Return how many graphs were compiled."""
+        return self._stats["unique_graphs"] - self._before
 
     def compiled_since(self) -> bool:
         """Whether a graph was compiled since the last call; almost free."""
         before = self._graphs
-        self._graphs = self._utils.counters["stats"]["unique_graphs"]
+        self._graphs = self._stats["unique_graphs"]
         return self._graphs != before
-
-    def warn_of_breaks(self) -> None:
-        """Warn where the graph broke, if it did; call it after the warm-up."""
-        reasons = [reason.splitlines() for reason in self._new("graph_break")]
-        if reasons:
-            shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
-            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes those of the model errors"
-            places = self.figures()["graph_breaks"]
-            logger.warning(
-                "torch.compile broke the graph at %d places: %s (%s)",
-                places,
-                shown,
-                advice,
-            )
-
-    def say_recompiles(self) -> None:
-        """Log why graphs were compiled again, the most frequent reasons first."""
-        reasons = Counter(self._recompiles())
-        for reason, count in reasons.most_common(_SHOWN):
-            logger.info("torch.compile compiled again (%d x): %s", count, reason)
-
-    def _new(self, group: str) -> Counter[str]:
-        return Counter(self._utils.counters[group]) - self._before[group]
-
-    def _recompiles(self) -> list[str]:
-        metrics = self._utils.get_compilation_metrics()
-        found = [
-            entry.recompile_reason
-            for entry in metrics
-            if entry.is_forward and entry.recompile_reason
-        ]
-        # "0/1: tensor 'x' size mismatch ...": which of the earlier graphs refused says
-        # nothing to a user.
-        return [reason.partition(": ")[2].strip() or reason for reason in found]
 
 
 @contextlib.contextmanager

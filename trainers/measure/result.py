@@ -62,7 +62,7 @@ class RunResult:
     backward.
     """
     compile: dict[str, int] | None = None
-    """Of rank 0, with compile: graphs, graph_breaks (places), recompiles."""
+    """Of rank 0, with compile: how many `graphs`."""
     cuda_graphs: str = ""
     """What became of capturing the steps, and what it brought; empty where it was not
     tried.
@@ -122,12 +122,8 @@ class RunResult:
         if self.throughput is not None:
             lines += self.throughput.lines()
         if self.compile is not None and self.first_step_s is not None:
-            counts = [
-                counted(count, what.replace("_", " ").removesuffix("s"))
-                for what, count in self.compile.items()
-            ]
-            first = f"first step {self.first_step_s:.1f} s (compile)"
-            lines.append(", ".join([first, *counts]))
+            graphs = counted(self.compile["graphs"], "graph")
+            lines.append(f"first step {self.first_step_s:.1f} s (compile), {graphs}")
         if self.cuda_graphs:
             lines.append(f"CUDA graphs: {self.cuda_graphs}")
         if self.mfu is not None and self.flops_per_sample is not None:

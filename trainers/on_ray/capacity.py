@@ -1,8 +1,7 @@
 """What the connected cluster has, and may grow to by its cluster file (Ray).
 
-Ray has a register for the latter, which its own autoscaler of 2.60 leaves empty (ray
-pull request 63012). So the file is read where a job's driver finds it: on the head of a
-`ray up` cluster, and in a pod of KubeRay's from Kubernetes.
+The file is read where a job's driver finds it: on the head of a `ray up` cluster, and
+in a pod of KubeRay's from Kubernetes.
 
 Environment read: RAY_ADDRESS, without which a cluster is embedded and never grows; in
 Kubernetes RAY_CLUSTER_NAME and KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes
@@ -21,7 +20,7 @@ import ray
 from trainers.config.model import Tree
 from trainers.config.yaml import parse_documents, read_text
 from trainers.on_ray.environment import embedded
-from trainers.on_ray.internals import cluster_config, kuberay_config
+from trainers.on_ray.internals import kuberay_config
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +50,6 @@ def nodes_at_most() -> list[Resources]:
 
     The head is included. Empty if the limits are unknown.
     """
-    config = cluster_config()
-    if config is not None and config.node_group_configs:
-        nodes = []
-        for group in config.node_group_configs:
-            nodes += [dict(group.resources)] * group.max_count
-        return nodes
     file = _file(ray.get_runtime_context().get_node_id())
     if _sizes_unknown(file):
         _wait_for_a_worker()

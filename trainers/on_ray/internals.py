@@ -26,7 +26,7 @@ from ray._private.authentication.authentication_token_generator import (
     generate_new_authentication_token as new_token,
 )
 from ray._private.node import Node
-from ray._private.state import available_resources_per_node, state
+from ray._private.state import available_resources_per_node
 from ray._raylet import (  # type: ignore[attr-defined] # compiled
     AuthenticationMode,
     AuthenticationTokenLoader,
@@ -205,11 +205,6 @@ def asks_for_token() -> bool:
 
 
 # The autoscaler: public are its files, and no call that reads or checks them.
-
-
-def cluster_config() -> Any:
-    """Return Ray's own record of how far the cluster may grow; None if empty."""
-    return state.get_cluster_config()
 
 
 def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:

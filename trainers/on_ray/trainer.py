@@ -7,10 +7,8 @@ import contextlib
 import json
 import logging
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +27,6 @@ from trainers.errors import (
     RunFailedError,
     first_line,
     printable,
-    redact,
 )
 from trainers.launch.process import StopSignals, setup_logging
 from trainers.launch.spec import FunctionSpec, Job, R, RunSpec, TrainJob
@@ -280,13 +277,13 @@ def _execute(job: TrainJob, context: RayContext) -> None:
 @contextlib.contextmanager
 def _failing(rank: int) -> Iterator[None]:
     """Convert errors in the block to RunFailedError, which is plain data."""
+    from trainers.launch.local import failing_as_run  # imports torch
+
     try:
-        yield
-    except Exception as error:
-        failure = failure_of(error, rank)
-        if not (isinstance(error, PacelineError) or failure.follows):
-            print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        raise failure from None
+        with failing_as_run(rank):
+            yield
+    except PacelineError as error:
+        raise failure_of(error, rank) from None
 
 
 def _job_worker(loop_config: Tree) -> Any:

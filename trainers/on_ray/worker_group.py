@@ -7,7 +7,6 @@ controller's process does not import torch.
 import logging
 import math
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from trainers.causes import failure_of
 from trainers.config.model import Tree
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import POLICIES, RunFailedError
+from trainers.errors import POLICIES, RunFailedError, last_line
 from trainers.launch.process import without_collection
 from trainers.loop.watchdog import read_hang, saved_hangs
 from trainers.on_ray.internals import (
@@ -131,16 +130,10 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         )
         seen = inner if isinstance(inner, BaseException) and inner is not seen else None
     failure = failure_of(error, rank)
-    why = re.search(r"(?:is dead|died) because (.+?)(?:\.|$)", str(error), re.MULTILINE)
-    if failure.status not in ("node_lost", "preempted") or why is None:
-        return failure
-    named = dict(re.findall(r"^\s*(pid|ip): (\S+)$", str(error), re.MULTILINE))
-    who = f"rank {rank} (pid {named.get('pid', 'unknown')} on {named.get('ip', 'its node')}) died"
-    how = f"because {why[1]}"
-    # Ray learns of a process that its connection broke, and not the signal.
-    if "connection error code" in str(error):
-        how = "without an exception: SIGKILL, a crash or os._exit ended its process"
-    return RunFailedError(failure.status, f"{who} {how}", failure.when)
+    if failure.status == "node_lost":  # Ray's last line has the cause
+        words = f"rank {rank}: {last_line(error)}"
+        return RunFailedError("node_lost", words, failure.when)
+    return failure
 
 
 def hide_unassigned_gpus() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -76,10 +76,6 @@ class Place:
     """Backend of the process group; empty: NCCL if there is a GPU, else gloo."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others in a collective."""
-
-    def meeting_at(self, address: str, port: int) -> Place:
-        """Return a copy of this place, in a group that rendezvous at an address."""
-        return replace(self, address=address, port=port)
 
     def form_group(self, files: Sequence[int]) -> None:
         """Form the process group; rank 0's first open file is the listening socket."""

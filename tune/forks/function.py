@@ -25,7 +25,6 @@ from ray.exceptions import RaySystemError
 from trainers.causes import failure_of
 from trainers.config.model import Tree
 from trainers.devices.device import peak_memory_bytes
-from trainers.errors import first_line
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
@@ -197,7 +196,7 @@ def run_function(
         returned = call()
         if isinstance(function, FunctionSpec):
             returned = None
-        check_sendable(returned)
+        cloudpickle.dumps(returned)  # what cannot be sent is an error of the function
     except TrialStopped:
         return {"status": "stopped"}
     except BaseException as error:
@@ -223,15 +222,6 @@ def _raised(error: BaseException, rank: int) -> Tree:
         "traceback": text,
         "raised": picklable(error),
     }
-
-
-def check_sendable(returned: Any) -> None:
-    """Raise TypeError if what a function returned cannot reach another process."""
-    try:
-        cloudpickle.dumps(returned)
-    except Exception as error:
-        what = "what the function returned cannot be pickled"
-        raise TypeError(f"{what}: {first_line(error)}") from error
 
 
 def picklable(error: BaseException) -> BaseException:

@@ -371,14 +371,11 @@ class Mailbox:
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
         """Record whether a microbatch fits; return once that is durable."""
-        device = self._lanes.device(lane)
+        device = self._lanes.known.get(lane)
         trial = self._trials.get(ticket)
         if not device or trial is None:
             return
-        is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
-        if contradiction is not None:
-            self.say(contradiction)
-        if not is_news:
+        if not self._microbatches.observe(trial, device, size, fits):
             return
         self._queue.drop_ended()
         words = await self._microbatches.keep()

@@ -24,7 +24,7 @@ from ray.train.collective import barrier, broadcast_from_rank_zero
 from trainers.causes import death_of, forget_kernel_kills
 from trainers.config.model import Tree
 from trainers.config.sections import FailureConfig
-from trainers.errors import ConfigError, RunFailedError
+from trainers.errors import RunFailedError
 from trainers.launch.process import setup_logging
 from trainers.launch.spec import FunctionSpec
 from trainers.loop.watchdog import HUNG_EXIT_CODE
@@ -95,7 +95,7 @@ class FunctionContext(TrainContext):
             if isinstance(value, np.ndarray) and value.ndim == 0:
                 value = value[()]
             if isinstance(value, int | float | np.integer | np.floating | np.bool):
-                row[str(key)] = _as_float(str(key), value)
+                row[str(key)] = float(value)
         self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:
             self.storage_context._create_validation_file()
@@ -125,29 +125,6 @@ class FunctionContext(TrainContext):
         )
         if not goes_on:
             raise TrialStopped(0)
-
-    def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
-        """Raise ConfigError: a sweep's trial keeps no list of its checkpoints."""
-        fix = "call `ray.train.get_checkpoint` for the newest one"
-        raise self._refused("get_all_reported_checkpoints", fix)
-
-    def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Raise ConfigError: a sweep's file cannot name a Ray dataset."""
-        fix = "read the data in the function, or sweep with `tune.ray`"
-        raise self._refused("get_dataset_shard", fix)
-
-    def _refused(self, call: str, fix: str) -> ConfigError:
-        named = self.assignment.tree["train_func"]
-        rule = f"calls `{call}`, which a sweep from a file does not have"
-        return ConfigError("train_func", named, rule, fix)
-
-
-def _as_float(name: str, value: Any) -> float:
-    """Convert a reported number; raise ValueError if it is too large."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is too large for a float") from None
 
 
 class FunctionTrial:
@@ -393,7 +370,7 @@ class Lane:
         if has_others:
             taken = broadcast_from_rank_zero(taken)
         assignment, (host, port) = taken
-        return assignment, self._place.meeting_at(host, port), files
+        return assignment, replace(self._place, address=host, port=port), files
 
     def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
         """Run one trial, and tell the mailbox how it ended on this rank.

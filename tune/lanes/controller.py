@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 _LOOK_S = 0.2
-_OFTEN = 32
-"""The first so many lanes are checked as often as Ray Train checks its workers."""
 _MAKE_S = 10.0
 """The longest that Ray takes to create a group that has room, on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
@@ -210,15 +208,20 @@ class _LaneState(WorkerGroupState):
         self.placement_group_handle.shutdown()
 
 
-class _StateBuilder(WorkerGroupStateBuilder):
+class MeetingBuilder(WorkerGroupStateBuilder):
+    """Ray's builder of a group's state; its ranks meet in an actor that is up already."""
+
     def __init__(self, meeting: Stub) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meeting = meeting
 
-    def with_sync_actor(self, sync_actor: Any) -> "_StateBuilder":
+    def with_sync_actor(self, sync_actor: Any) -> "MeetingBuilder":
+        """Called by Ray with what it would have started."""
         self.sync_actor = self._meeting
         return self
 
+
+class _StateBuilder(MeetingBuilder):
     def build(self) -> WorkerGroupState:
         return _LaneState(**vars(super().build()))
 
@@ -235,19 +238,50 @@ class _Nobody:
         return SimpleNamespace(remote=lambda **given: cls)
 
 
-class LaneGroup(WorkerGroup):
-    """Ray's worker group, except that its ranks synchronize in the mailbox."""
+class OwnGroup(WorkerGroup):
+    """Ray's worker group, except that its ranks meet in an actor that is up already."""
+
+    meeting: Stub
+    """Where the ranks synchronize."""
+    controller: Stub | None = None
+    """Answers the questions of the training function."""
+    shown = ""
+    """The name that Ray displays for the start of a worker's context."""
+
+    def _start_with(self, builder: WorkerGroupStateBuilder) -> None:
+        module: Any = group_module
+        module.SynchronizationActor = _Nobody
+        self._start_impl(builder)
+
+    def _init_train_context_on_workers(
+        self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]
+    ) -> None:
+        calls = [
+            worker.actor.init_train_context.options(name=self.shown).remote(
+                train_run_context=self._train_run_context,
+                distributed_context=worker.distributed_context,
+                synchronization_actor=self.meeting,
+                storage_context=self._storage_context,
+                worker_callbacks=self._worker_callbacks_to_propagate,
+                controller_actor=self.controller,
+                **{name: values[index] for name, values in given.items()},
+            )
+            for index, worker in enumerate(workers)
+        ]
+        ray.get(calls)
+
+
+class LaneGroup(OwnGroup):
+    """The worker group of a lane, whose ranks meet in the mailbox."""
 
     room: Room
     """Set, like `_worker_cls`, in the subclass that each controller creates."""
 
     def _start(self) -> None:
-        module: Any = group_module
-        module.SynchronizationActor = _Nobody
-        self._meeting = Stub(self.room.mailbox, "meet", secrets.token_hex(8))
-        builder = _StateBuilder(self._meeting)
+        self.meeting = Stub(self.room.mailbox, "meet", secrets.token_hex(8))
+        builder = _StateBuilder(self.meeting)
         try:
-            self._start_impl(builder)
+            self._start_with(builder)
         except BaseException:
             if not self.has_started():
                 builder.shutdown()
@@ -259,23 +293,6 @@ class LaneGroup(WorkerGroup):
         handle = super()._create_placement_group(scaling_config, worker_group_context)
         self.room.hold(handle.placement_group)
         return handle
-
-    def _init_train_context_on_workers(
-        self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]
-    ) -> None:
-        calls = [
-            worker.actor.init_train_context.remote(
-                train_run_context=self._train_run_context,
-                distributed_context=worker.distributed_context,
-                synchronization_actor=self._meeting,
-                storage_context=self._storage_context,
-                worker_callbacks=self._worker_callbacks_to_propagate,
-                controller_actor=None,
-                **{name: values[index] for name, values in given.items()},
-            )
-            for index, worker in enumerate(workers)
-        ]
-        ray.get(calls)
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
@@ -289,7 +306,12 @@ class LaneGroup(WorkerGroup):
 class OwnController(TrainController):
     """Ray's controller, in a thread of this process."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, group: type[WorkerGroup], announces: bool, **given: Any) -> None:
+        """`announces` says whether a group of fixed size requests its resources."""
+        self.worker_group_cls = group
+        policy = given["scaling_policy"]
+        if isinstance(policy, FixedScalingPolicy) and not announces:
+            given["scaling_policy"] = Unannounced(policy.scaling_config)
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
             watching_in_thread(callback)
@@ -314,21 +336,14 @@ class LaneController(OwnController):
     """The controller of a lane, in the driver."""
 
     def __init__(self, room: Room, **given: Any) -> None:
-        class OwnGroup(LaneGroup):
+        class RoomGroup(LaneGroup):
             _worker_cls = named_worker(f"{room}, worker")
 
-        OwnGroup.room = room
-        self.worker_group_cls = OwnGroup
+        RoomGroup.room = room
         self._room = room
         # An embedded cluster needs no resource requests: Ray would start an actor for
         # them.
-        if embedded() and type(given["scaling_policy"]) is FixedScalingPolicy:
-            scaling = given["scaling_policy"].scaling_config
-            given["scaling_policy"] = Unannounced(scaling)
-        super().__init__(**given)
-        # A health check takes the driver some milliseconds, so with hundreds of lanes
-        # the later ones are checked less often.
-        self._health_check_interval_s *= max(1.0, room.lane / _OFTEN)
+        super().__init__(RoomGroup, not embedded(), **given)
 
     def _start_worker_group(self, *args: Any, **given: Any) -> Any:
         self._go_on()

@@ -164,21 +164,12 @@ class Microbatches:
         why = f"one of {failed} ran out of memory ({_label(trial, device)})"
         return f"a {what} of {size} is not tried: {why}"
 
-    def observe(
-        self, trial: Submission, device: str, size: int, fits: bool
-    ) -> tuple[bool, str | None]:
-        """Record whether a microbatch fits.
-
-        Returns:
-            Whether that was not known before, and the contradiction with what was
-            known, in words, if there is one.
-        """
+    def observe(self, trial: Submission, device: str, size: int, fits: bool) -> bool:
+        """Record whether a microbatch fits; return whether that was not known before."""
         key = trial.key(device)
         is_news = self._boundary.fits(key, size) is not fits
-        contradiction = self._boundary.observe(key, size, fits)
-        if contradiction is not None:
-            contradiction = f"{_label(trial, device)}: {contradiction}"
-        return is_news, contradiction
+        self._boundary.observe(key, size, fits)
+        return is_news
 
     async def keep(self) -> str | None:
         """Write what is known to storage; return why that failed, in words, if so."""
@@ -206,24 +197,17 @@ class Roll:
         """By lane and rank, the models of device of the workers that have started."""
         self.up: dict[int, str] = {}
         """The models of device of the lanes that are up."""
-        self._known: dict[int, str] = {}
+        self.known: dict[int, str] = {}
         """Device models of all lanes that are up or, while down, will come back."""
-        self._leaving: set[int] = set()
+        self.leaving: set[int] = set()
+        """Lanes whose node is about to be taken away: they take no trials."""
         self.groups: Counter[int] = Counter()
         """How often each lane has come up or gone down; a change marks a new group."""
 
     @property
     def devices(self) -> list[str]:
         """The distinct device models of all lanes that are up or will come back."""
-        return sorted(set(self._known.values()))
-
-    def device(self, lane: int) -> str | None:
-        """Return a lane's device model; None before it is up or after it has ended."""
-        return self._known.get(lane)
-
-    def may_take(self, lane: int) -> bool:
-        """Return whether a lane may take trials: its node will not be taken away."""
-        return lane not in self._leaving
+        return sorted(set(self.known.values()))
 
     def has_started(self, lane: int, device: str, rank: int, num_ranks: int) -> bool:
         """Note that a worker has started; return whether all of its lane's have."""
@@ -235,9 +219,9 @@ class Roll:
         """Note that a lane is up, because all of its workers have started."""
         self.groups[lane] += 1
         devices = set(self._coming.pop(lane).values())
-        self._known[lane] = " and ".join(sorted(devices))
-        self.up[lane] = self._known[lane]
-        self._leaving.discard(lane)
+        self.known[lane] = " and ".join(sorted(devices))
+        self.up[lane] = self.known[lane]
+        self.leaving.discard(lane)
 
     def goes(self, lane: int) -> None:
         """Note that a lane is down."""
@@ -246,12 +230,12 @@ class Roll:
 
     def leaves(self, lane: int) -> None:
         """Note that the node of a lane is about to be taken away."""
-        self._leaving.add(lane)
+        self.leaving.add(lane)
         self.goes(lane)
 
     def ends(self, lane: int) -> None:
         """Note that a lane will not come back."""
-        self._known.pop(lane, None)
+        self.known.pop(lane, None)
 
 
 class Queue:
@@ -304,7 +288,7 @@ class Queue:
         """
         # Lanes may have come back with another device since the trials were queued.
         self.drop_ended()
-        if self.steering.paused or not self._lanes.may_take(lane):
+        if self.steering.paused or lane in self._lanes.leaving:
             return None
         device = self._lanes.up.get(lane, "")
         for trial in self._waiting:

@@ -14,11 +14,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -31,27 +30,23 @@ from trainers.on_ray.worker_group import listen, own_gpu, own_ranks
 from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
-from tune.lanes.controller import OwnController, Stub, Unannounced
+from tune.lanes.controller import MeetingBuilder, OwnController, OwnGroup, Stub
 from tune.ray_internals import (
     DatasetsCallback,
     DefaultPlacementGroupHandle,
-    FixedScalingPolicy,
     PlacementGroupCleanerCallback,
     RayTrainWorker,
-    SynchronizationActor,
     ThreadRunner,
     TrainContext,
     Worker,
     WorkerGroup,
     WorkerGroupPollStatus,
     WorkerGroupState,
-    WorkerGroupStateBuilder,
     WorkerStatus,
     bundle_to_remote_args,
     get_session,
     get_train_context,
     get_train_fn_utils,
-    group_module,
     set_train_context,
     set_train_fn_utils,
 )
@@ -243,7 +238,7 @@ class _BorrowedState(WorkerGroupState):
         pass
 
 
-class _StateBuilder(WorkerGroupStateBuilder):
+class _StateBuilder(MeetingBuilder):
     def build(self) -> WorkerGroupState:
         return _BorrowedState(**vars(super().build()))
 
@@ -251,7 +246,7 @@ class _StateBuilder(WorkerGroupStateBuilder):
         pass
 
 
-class LaneGroup(WorkerGroup):
+class LaneGroup(OwnGroup):
     """Ray's worker group, on workers that it borrows from a lane."""
 
     pool: Any
@@ -268,24 +263,18 @@ class LaneGroup(WorkerGroup):
         )
         borrower = ray.get_runtime_context().get_actor_id()
         self.loan = ray.get(self.pool.borrow.remote(shape, borrower))
+        lane = self.loan.lane
+        session = _session()
+        self.shown = (
+            f"{session.experiment_name}, lane {lane}: trial {session.trial_name}"
+        )
+        self.meeting = Stub(self.pool, "meet", lane)
+        self.controller = Stub(self.pool, "ask", lane)
         try:
-            with self._meeting_in_pool():
-                self._start_impl(_StateBuilder())  # type: ignore[no-untyped-call]
+            self._start_with(_StateBuilder(self.meeting))
         except BaseException:
             self._give_back(stop=False)
             raise
-
-    @contextmanager
-    def _meeting_in_pool(self) -> Iterator[None]:
-        """Have Ray use the pool's barrier in this block, and start no actor for it."""
-        barrier = Stub(self.pool, "meet", self.loan.lane)
-        made = SimpleNamespace(remote=lambda **given: barrier)
-        module: Any = group_module
-        module.SynchronizationActor = SimpleNamespace(options=lambda **options: made)
-        try:
-            yield
-        finally:
-            module.SynchronizationActor = SynchronizationActor
 
     def _create_placement_group(
         self, scaling_config: Any, worker_group_context: Any
@@ -305,28 +294,6 @@ class LaneGroup(WorkerGroup):
             for index, (actor, place) in enumerate(self.loan.workers)
         ]
         return list(self._assign_worker_ranks(workers))
-
-    def _init_train_context_on_workers(
-        self, workers: list[Worker], sync_actor: Any, given: Tree
-    ) -> None:
-        context = {
-            "train_run_context": self._train_run_context,
-            "synchronization_actor": sync_actor,
-            "storage_context": self._storage_context,
-            "worker_callbacks": self._worker_callbacks_to_propagate,
-            "controller_actor": Stub(self.pool, "ask", self.loan.lane),
-        }
-        session = _session()
-        trial = f"{session.experiment_name}, lane {self.loan.lane}: trial {session.trial_name}"
-        calls = [
-            worker.actor.init_train_context.options(name=trial).remote(
-                distributed_context=worker.distributed_context,
-                **context,
-                **{name: values[index] for name, values in given.items()},
-            )
-            for index, worker in enumerate(workers)
-        ]
-        ray.get(calls)
 
     def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
         """Poll as Ray does, but with this file's timeout for the workers' answers."""
@@ -352,13 +319,8 @@ class LaneController(OwnController):
             pass
 
         TrialGroup.pool = pool
-        self.worker_group_cls = TrialGroup
         self._answering: set[asyncio.Task[None]] = set()
-        if isinstance(policy := given["scaling_policy"], FixedScalingPolicy):
-            given["scaling_policy"] = Unannounced(
-                policy.scaling_config
-            )  # the lane's placement group has asked
-        super().__init__(**given)
+        super().__init__(TrialGroup, False, **given)  # the lane's group has asked
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Poll without a pause: workers answer when they have something to report."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
@@ -29,20 +30,6 @@ from tune.ray._controller import (
     without_helpers,
 )
 from tune.ray_internals import DataParallelTrainer, get_session, set_session
-
-
-@dataclass(frozen=True)
-class Run:
-    """A TorchTrainer, as a driver's process hands it to its trial's actor."""
-
-    function: bytes
-    """Pickled: the training function with its configuration, a callable without
-    arguments.
-    """
-    given: Tree
-    """The other arguments of the TorchTrainer."""
-    backend: str
-    timeout_s: float
 
 
 class DriverSession:
@@ -72,12 +59,7 @@ class Reports:
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception."""
     from trainers.on_ray.internals import read_token_again
-    from tune.forks.function import (
-        as_new_process,
-        check_sendable,
-        picklable,
-        unpickled,
-    )
+    from tune.forks.function import as_new_process, picklable, unpickled
 
     as_new_process([])
     read_token_again()  # the process that this was forked from may be older than Ray's
@@ -88,7 +70,7 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None
-        check_sendable(returned)
+        cloudpickle.dumps(returned)  # what cannot be sent is an error of the driver
     except (SystemExit, StopIteration) as error:
         # Raised in Ray's thread, it would look like an end without an error.
         words = f"the driver raised {type(error).__name__}: {error}"
@@ -113,12 +95,18 @@ class Asked:
         self._pool = pool
         self._zygote = zygote
 
-    def fit(self, run: Run) -> Any:
-        """Train on the workers of a lane, and return Ray's result."""
-        function = ForkedFunction(
-            run.function, self._zygote, run.backend, run.timeout_s
-        )
-        trainer = _InLane(function, backend_config=NoGroup(run.backend), **run.given)
+    def fit(self, function: bytes, given: Tree, backend: str, timeout_s: float) -> Any:
+        """Train on the workers of a lane, and return Ray's result.
+
+        Args:
+            function: Pickled: the training function with its configuration, a callable
+                without arguments.
+            given: The other arguments of the TorchTrainer.
+            backend: Of the ranks' process group.
+            timeout_s: How long a rank waits for the others in a collective.
+        """
+        forked = ForkedFunction(function, self._zygote, backend, timeout_s)
+        trainer = _InLane(forked, backend_config=NoGroup(backend), **given)
         trainer.pool = self._pool
         return trainer.fit()
 

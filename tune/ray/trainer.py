@@ -10,7 +10,6 @@ import ray.train
 import ray.train.torch
 from ray import cloudpickle
 
-from tune.ray._driver import Run
 from tune.ray_internals import get_session
 
 _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
@@ -29,9 +28,6 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         ask = getattr(get_session(), "ask", None)
         if ask is None or self.running_in_local_mode:  # type: ignore[attr-defined] # Ray's first version is typed
             return super().fit()
-        return ask("fit", self._run())
-
-    def _run(self) -> Run:
         own: Any = self
         given = {
             "scaling_config": own.scaling_config,
@@ -42,12 +38,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         }
         group = own.backend_config
         packed = cloudpickle.dumps(own._get_train_func())
-        return Run(
-            packed,
-            given,
-            group.backend,
-            group.timeout_s,
-        )
+        return ask("fit", packed, given, group.backend, group.timeout_s)
 
 
 def with_own_name(run_config: Any) -> Any:

@@ -11,7 +11,6 @@ Trials may contradict each other: a size that a probe found to fit may run out o
 an hour later, in a fragmented heap. The stricter observation wins, whichever came
 first: a size that has run out of memory once is never tried again, nor is a larger one,
 and contrary observations are forgotten. So the order of observations does not matter.
-`observe` returns each contradiction as a sentence.
 """
 
 import hashlib
@@ -106,23 +105,16 @@ class Boundary:
         self._fits: dict[str, set[int]] = {}
         self._misfit: dict[str, int] = {}
 
-    def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Note that a microbatch of `size` did or did not fit; return a contradiction."""
+    def observe(self, key: str, size: int, fits: bool) -> None:
+        """Note that a microbatch of `size` did or did not fit."""
         known = self._fits.setdefault(key, set())
         if fits:
             known.add(size)
         else:
             self._misfit[key] = min(size, self._misfit.get(key, size))
         misfit = self._misfit.get(key)
-        if misfit is None:
-            return None
-        wrong = {other for other in known if other >= misfit}
-        if not wrong:
-            return None
-        known -= wrong
-        fitted, missed = (size, misfit) if fits else (max(wrong), size)
-        ran_out = f"one of {missed} ran out of memory"
-        return f"a microbatch of {fitted} fitted, but {ran_out}: taken not to fit from there on"
+        if misfit is not None:
+            self._fits[key] = {other for other in known if other < misfit}
 
     def largest_fit(self, key: str) -> int | None:
         """Return the largest size that is known to fit, or None."""
