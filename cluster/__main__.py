@@ -18,15 +18,6 @@ from cluster.notices import ADDRESS
 from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 
-_Nodes = Annotated[
-    int | None,
-    Field(
-        ge=1,
-        le=10**6,
-        title="N",
-        description="wait for N nodes that train; an error with fewer",
-    ),
-]
 _Uri = Annotated[
     str | None,
     Field(
@@ -81,17 +72,10 @@ def check(
     *,
     local: Annotated[
         bool,
-        Field(description="this machine alone: what it has, how fast it multiplies"),
+        Field(description="this machine alone: what it has"),
     ] = False,
-    workers: _Nodes = None,
-    wait_s: Annotated[
-        float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")
-    ] = 120,
     storage_path: _Uri = None,
     quick: Annotated[bool, Field(description="versions and storage alone")] = False,
-    exclude_bad: Annotated[
-        bool, Field(description="print the label selector of the nodes in order")
-    ] = False,
     as_json: Annotated[
         bool, Field(alias="json", description="all of it as JSON")
     ] = False,
@@ -103,7 +87,7 @@ def check(
         return check_local(as_json)
     from cluster.health.check import check
 
-    return check(storage_path, workers, wait_s, as_json, exclude_bad, quick)
+    return check(storage_path, as_json, quick)
 
 
 def watch(
