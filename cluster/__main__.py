@@ -13,7 +13,6 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from cluster.finding import Finding
 from cluster.notices import ADDRESS
 from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
@@ -29,19 +28,20 @@ _Uri = Annotated[
 def validate(
     files: Annotated[
         tuple[str, ...],
-        Field(
-            title="FILE...",
-            description="`ray up` files and Slurm scripts",
-        ),
+        Field(title="FILE...", description="of `ray up`"),
     ],
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` files and Slurm scripts, offline: print errors and warnings."""
+    """Check `ray up` files, offline: print errors and warnings."""
+    from cluster.files.ray_up import load_cluster
+    from cluster.files.rules import findings
+
     levels = Counter[str]()
     for file in files:
         try:
-            kind, found = _examined(file)
+            cluster = load_cluster(file)
+            found = findings(cluster)
         except ConfigError as error:
             complain(str(error))
             levels["error"] += 1
@@ -50,22 +50,11 @@ def validate(
             complain(f"{file}: {finding}", finding.level)
         levels.update(finding.level for finding in found)
         if not found:
-            print(f"{file}: in order ({kind})")
+            at_most = min(cluster.max_workers, cluster.sum_max_workers)
+            print(
+                f"{file}: in order ({cluster.provider}, up to {at_most} worker nodes)"
+            )
     return 2 if levels["error"] else int(strict and levels["warning"] > 0)
-
-
-def _examined(file: str) -> tuple[str, list[Finding]]:
-    """Return the kind of a file, and what is found in it."""
-    from cluster.files.ray_up import is_slurm, load_cluster
-    from cluster.files.slurm import slurm_findings
-
-    if is_slurm(file):
-        return "slurm", list(slurm_findings(file))
-    from cluster.files.rules import findings
-
-    cluster = load_cluster(file)
-    at_most = min(cluster.max_workers, cluster.sum_max_workers)
-    return f"{cluster.provider}, up to {at_most} worker nodes", findings(cluster)
 
 
 def check(

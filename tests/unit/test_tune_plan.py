@@ -270,7 +270,6 @@ def test_the_command_prints_the_plan_and_starts_nothing(user, capfd):
             2,
             "`resources of a worker` is not known before the node is up",
         ),
-        ("slurm.sbatch", 2, "is a Slurm script"),
     ],
 )
 def test_the_digits_sweep_on_the_shipped_cluster_files(name, code, words, capsys):

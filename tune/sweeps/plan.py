@@ -5,7 +5,6 @@ makes it from a cluster file, and shows which nodes the sweep would hold and wha
 would cost, without starting anything.
 """
 
-import datetime as dt
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -301,8 +300,7 @@ def _time(time_s: float | None, budget_s: float | None) -> str:
 
 
 def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
-    """Yield a line per node type: its price, the source, and how old it is."""
-    today = dt.datetime.now(dt.UTC).date()
+    """Yield a line per node type: its price, with date and source."""
     prices = load_prices(cluster.provider, cluster.region)
     types = []
     for node_type in cluster.node_types:
@@ -317,7 +315,7 @@ def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
         if price.spot_usd_per_hour is not None:
             spot = f"{price.spot_usd_per_hour:g}"
         figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
-        yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
+        yield f"price of {name}: {figures} ({price.date}, {price.source})"
     if any(node_type.spot for node_type in types):
         yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
 
