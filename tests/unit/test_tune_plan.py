@@ -199,18 +199,6 @@ def test_a_budget_cuts_the_sweep_off(user, budget_s, within, time_s):
             "train.scaling.num_workers",
             "can grow to 10 workers",
         ),
-        (
-            {"budget": {"time_s": 60}},
-            {},
-            "budget.time_s",
-            "before the first trial ends",
-        ),
-        (
-            {"budget": {"usd": 0.1}, "usd_per_hour": 6.0},
-            {},
-            "budget.usd",
-            "at 6.00 USD an hour",
-        ),
     ],
 )
 def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
