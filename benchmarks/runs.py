@@ -16,9 +16,11 @@ import functools
 import gc
 import logging
 import os
+import statistics
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +30,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.health.probes import seconds_of
 from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.config.yaml import parse_mapping
+from trainers.devices.device import synchronize
 from trainers.launch.local import LocalContext
 from trainers.launch.user_code import load_task
 from trainers.loop.fit import fit
@@ -41,6 +43,7 @@ from trainers.model.precision import TABLE, apply_matmul
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENDLESS = 10**6
+_SAMPLES = 5
 # fmt: off
 _SAME: dict[str, Any] = {
     "launcher": "local", "max_steps": _ENDLESS, "evaluate.every_steps": _ENDLESS, "drop_last": True,
@@ -186,6 +189,21 @@ def matmul_flops(precision: str, device: torch.device, n: int) -> float:
     left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
     out = torch.empty_like(left)
     return 2 * n**3 / seconds_of(lambda: torch.mm(left, right, out=out), device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `run` takes: the median of samples of 0.2 s or more.
+
+    Samples are long compared with a scheduler's time slice, so that none is just lucky.
+    """
+
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    timer = timeit.Timer(run, timer=clock)
+    runs, _ = timer.autorange()
+    return statistics.median(timer.repeat(_SAMPLES, runs)) / runs
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -13,20 +13,10 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from cluster.finding import Finding
 from cluster.notices import ADDRESS
 from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 
-_Nodes = Annotated[
-    int | None,
-    Field(
-        ge=1,
-        le=10**6,
-        title="N",
-        description="wait for N nodes that train; an error with fewer",
-    ),
-]
 _Uri = Annotated[
     str | None,
     Field(
@@ -38,19 +28,20 @@ _Uri = Annotated[
 def validate(
     files: Annotated[
         tuple[str, ...],
-        Field(
-            title="FILE...",
-            description="`ray up` files and Slurm scripts",
-        ),
+        Field(title="FILE...", description="of `ray up`"),
     ],
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` files and Slurm scripts, offline: print errors and warnings."""
+    """Check `ray up` files, offline: print errors and warnings."""
+    from cluster.files.ray_up import load_cluster
+    from cluster.files.rules import findings
+
     levels = Counter[str]()
     for file in files:
         try:
-            kind, found = _examined(file)
+            cluster = load_cluster(file)
+            found = findings(cluster)
         except ConfigError as error:
             complain(str(error))
             levels["error"] += 1
@@ -59,39 +50,21 @@ def validate(
             complain(f"{file}: {finding}", finding.level)
         levels.update(finding.level for finding in found)
         if not found:
-            print(f"{file}: in order ({kind})")
+            at_most = min(cluster.max_workers, cluster.sum_max_workers)
+            print(
+                f"{file}: in order ({cluster.provider}, up to {at_most} worker nodes)"
+            )
     return 2 if levels["error"] else int(strict and levels["warning"] > 0)
-
-
-def _examined(file: str) -> tuple[str, list[Finding]]:
-    """Return the kind of a file, and what is found in it."""
-    from cluster.files.ray_up import is_slurm, load_cluster
-    from cluster.files.slurm import slurm_findings
-
-    if is_slurm(file):
-        return "slurm", list(slurm_findings(file))
-    from cluster.files.rules import findings
-
-    cluster = load_cluster(file)
-    at_most = min(cluster.max_workers, cluster.sum_max_workers)
-    return f"{cluster.provider}, up to {at_most} worker nodes", findings(cluster)
 
 
 def check(
     *,
     local: Annotated[
         bool,
-        Field(description="this machine alone: what it has, how fast it multiplies"),
+        Field(description="this machine alone: what it has"),
     ] = False,
-    workers: _Nodes = None,
-    wait_s: Annotated[
-        float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")
-    ] = 120,
     storage_path: _Uri = None,
     quick: Annotated[bool, Field(description="versions and storage alone")] = False,
-    exclude_bad: Annotated[
-        bool, Field(description="print the label selector of the nodes in order")
-    ] = False,
     as_json: Annotated[
         bool, Field(alias="json", description="all of it as JSON")
     ] = False,
@@ -103,7 +76,7 @@ def check(
         return check_local(as_json)
     from cluster.health.check import check
 
-    return check(storage_path, workers, wait_s, as_json, exclude_bad, quick)
+    return check(storage_path, as_json, quick)
 
 
 def watch(

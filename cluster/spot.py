@@ -45,8 +45,8 @@ class Raylet:
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
     """Wait for this machine's spot notice, then drain its Ray node; return exit code.
 
-    Runs on the node then write a checkpoint. Returns when Ray ends, and at once if this
-    is not a spot machine. Raises ClusterError if there is no such node.
+    Runs on the node then write a checkpoint. Returns when Ray ends. Raises ClusterError
+    if there is no such node.
     """
     raylet = find_raylet(node_id)
     try:

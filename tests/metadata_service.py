@@ -19,7 +19,6 @@ class Machine:
     runs.
     """
 
-    is_spot: bool = True
     action: dict[str, str] | None = None
     """EC2's `spot/instance-action`."""
     items: dict[str, str] = field(default_factory=dict)
@@ -48,8 +47,6 @@ class Machine:
                 item := path.removeprefix("/latest/meta-data/").rstrip("/")
             ) in self.items:
                 return 200, self.items[item]
-            if path.endswith("/instance-life-cycle"):
-                return 200, "spot" if self.is_spot else "on-demand"
             is_notice = (
                 path.endswith("/spot/instance-action") and self.action is not None
             )
@@ -63,9 +60,7 @@ class Machine:
         if headers.get("Metadata") != "true" or "api-version" not in url.query:
             return 400, "Bad request"
         if url.path == "/metadata/instance/compute":
-            return 200, json.dumps(
-                {"name": "worker-7", "priority": "Spot" if self.is_spot else "Regular"}
-            )
+            return 200, json.dumps({"name": "worker-7"})
         if url.path == "/metadata/scheduledevents":
             return 200, json.dumps(
                 {"DocumentIncarnation": len(self.events), "Events": self.events}
@@ -73,8 +68,6 @@ class Machine:
         return 404, ""
 
     def _google(self, path: str) -> Answer:
-        if path.endswith("/scheduling/preemptible"):
-            return 200, str(self.is_spot).upper()
         return (
             (200, str(self.preempted).upper())
             if path.endswith("/preempted")

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 from pydantic import Field
@@ -241,10 +240,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
     try:
         result = run_to_answer(spec, fresh, checked, True, output)
     except SweepInterrupted as interrupted:
-        python = Path(sys.executable)
-        if python.is_relative_to(Path.cwd()):
-            python = python.relative_to(Path.cwd())
-        command = spec.resume(str(python))
+        command = spec.resume()
         kept = counted(interrupted.kept, "trial")
         words = f"interrupted: {kept} kept; go on with"
         if not output.as_json:

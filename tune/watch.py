@@ -32,7 +32,6 @@ from trainers.errors import (
     CheckpointError,
     ConfigError,
     PacelineError,
-    StorageError,
     counted,
     first_line,
     redact,
@@ -180,7 +179,6 @@ class Follow:
         """The content of the sweep's file, and the token of its lease."""
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
-        self._damaged: dict[str, str] = {}
         self._actions = Actions(self.storage)
         self._drawn_of: Any = None
         self._drawn: dict[str, Any] | None = None
@@ -234,7 +232,7 @@ class Follow:
         shown = {
             "kind": kind,
             "sentence": redact(sentence),
-            "notes": list(filter(None, [*self._damaged.values(), self._said])),
+            "note": self._said,
             "running": running,
             "choices": choices,
             "token": self.token,
@@ -278,22 +276,15 @@ class Follow:
         return Seen(storage.uri, bool(saved), holder, idle_s, live, records)
 
     def _read_records(self) -> None:
-        """Read records that are new, each once, and note which are damaged."""
+        """Read records that are new, each once."""
         journal = Journal(self.storage)
         names = journal.names()
-        for known in (self._records, self._damaged):
-            for name in known.keys() - names:
-                del known[name]
-        for name in sorted(names - self._records.keys() - self._damaged.keys()):
-            try:
-                record = journal.find(name)
-            except CheckpointError as error:
-                self._damaged[name] = redact(f"{error}")
-            except StorageError:
-                continue  # it was deleted between the list and the look
-            else:
-                if record is not None:
-                    self._records[name] = record
+        for name in self._records.keys() - names:
+            del self._records[name]
+        for name in sorted(names - self._records.keys()):
+            record = journal.find(name)
+            if record is not None:
+                self._records[name] = record
 
     def _draw(self, records: Records, has_ended: bool) -> None:
         """Draw the report again if records have changed or the sweep has ended."""

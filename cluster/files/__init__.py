@@ -1,5 +1,4 @@
 """Cluster files: reading them as Ray does, their capacity and cost, and their errors.
 
-The entry points are `load_cluster` (ray_up.py), `findings` (rules.py) and
-`slurm_findings` (slurm.py).
+The entry points are `load_cluster` (ray_up.py) and `findings` (rules.py).
 """

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PRICES = Path(__file__).with_name("prices.csv")
-STALE_AFTER_DAYS = 180
 
 # Ray counts resources in 1/10000; a float sum such as 3 * 0.1 is a little off.
 _TOLERANCE = 1e-6
@@ -67,15 +66,6 @@ class Price:
     date: dt.date
     """The day on which the price was read from the source."""
     source: str
-
-    def age(self, today: dt.date) -> str:
-        """Return in words how old the price is, and whether it is too old."""
-        days = (today - self.date).days
-        if days > STALE_AFTER_DAYS:
-            return (
-                f"read {days} days ago, STALE: over {STALE_AFTER_DAYS} days, look it up"
-            )
-        return f"read {days} days ago"
 
 
 def worker_slots(

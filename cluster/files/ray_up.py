@@ -26,11 +26,6 @@ _COMMAND_FIELDS = (
     HEAD,
     WORKER,
 )
-_OTHERS = (
-    ("run", "is a task of SkyPilot's", "ask `sky launch --dryrun FILE`"),
-    ("kind", "is Kubernetes' own", "ask `kubectl apply --dry-run=server -f FILE`"),
-)
-"""Files of other tools: a field that identifies them, the rule and the fix to show."""
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 _SCHEMA = Path(__file__).with_name("schema.yaml")
 """What Ray's own schema leaves open, so that rules see typed data. Null values count as
@@ -76,21 +71,7 @@ def load_cluster(path: str | Path) -> ClusterFile:
     Raises ConfigError if the file is unusable.
     """
     source = str(path)
-    text = read_file(path)
-    if is_slurm(path):
-        rule = "is a Slurm script, not a cluster YAML of `ray up`"
-        fix = "check it with `python -m cluster validate FILE`"
-        raise ConfigError("the file", MISSING, rule, fix, source)
-    return _ray_up(parse_documents(text, source), source)
-
-
-def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a Slurm batch script, by its name or its content."""
-    try:
-        text = read_file(path)
-    except ConfigError:  # whoever reads the file next reports this
-        text = ""
-    return str(path).endswith((".sbatch", ".slurm")) or "\n#SBATCH" in text
+    return _ray_up(parse_documents(read_file(path), source), source)
 
 
 def read_file(path: str | Path) -> str:
@@ -116,7 +97,7 @@ def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
     return None if price is None else price.gpus
 
 
-def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
+def _google_scheduling(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return Google Cloud's `scheduling`, which Ray's examples write as a list."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
@@ -132,10 +113,6 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     from trainers.on_ray.internals import check_cluster_file, filled_in
 
     written = documents[0] if documents else None
-    if isinstance(written, dict) and "provider" not in written:
-        for key, rule, fix in _OTHERS:
-            if key in written:
-                raise ConfigError("the file", MISSING, rule, fix, source)
     if len(documents) != 1 or not isinstance(written, dict):
         raise ConfigError(
             "the file",
@@ -156,15 +133,12 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     for legacy in ("head_node", "worker_nodes"):
         if not shape.get(legacy):
             shape.pop(legacy, None)
-    if isinstance(written.get("available_node_types"), dict):
-        _check_types(written, source)
     schema = yaml.safe_load(_SCHEMA.read_text(encoding="utf-8"))
     with _asking_ray(source):
         check_cluster_file(shape)
         Draft202012Validator(schema).validate(_without_nulls(written))
         config = filled_in(copy.deepcopy(written))
         check_cluster_file(config)
-    _check_counts(config, source)
     provider = config["provider"]
     commands = _commands(written, config)
     return ClusterFile(
@@ -206,41 +180,6 @@ def _asking_ray(source: str) -> Iterator[None]:
         ) from error
     finally:
         logger.setLevel(level)
-
-
-def _check_types(written: Mapping[str, Any], source: str) -> None:
-    types = written["available_node_types"]
-    provider = written.get("provider")
-    if isinstance(provider, dict) and provider.get("type") == "local":
-        raise ConfigError(
-            "available_node_types",
-            MISSING,
-            "has no effect with provider local",
-            "remove it; Ray asks the hosts",
-            source,
-        )
-    head = written.get("head_node_type", MISSING)
-    if str(head) not in types:
-        fix = did_you_mean(head, types, f"name one of {', '.join(map(str, types))}")
-        raise ConfigError(
-            "head_node_type", head, "must be one of available_node_types", fix, source
-        )
-
-
-def _check_counts(config: Mapping[str, Any], source: str) -> None:
-    # With provider local, Ray makes one node type from the top-level fields.
-    is_local = config["provider"]["type"] == "local"
-    for name, node_type in config["available_node_types"].items():
-        place = "" if is_local else f"available_node_types.{name}"
-        low, high = node_type["min_workers"], node_type["max_workers"]
-        if low > high:
-            raise ConfigError(
-                _join(place, "min_workers"),
-                low,
-                f"must be at most its max_workers, {high}",
-                f"write {high} or less, or raise its max_workers",
-                source,
-            )
 
 
 def _commands(
@@ -312,7 +251,7 @@ def _node_types(
 
 def _is_spot(machine: Mapping[str, Any]) -> bool:
     aws = machine.get("InstanceMarketOptions") or {}
-    google = google_scheduling_of(machine)
+    google = _google_scheduling(machine)
     azure = machine.get("azure_arm_parameters") or {}
     on_google = (
         bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"

@@ -6,7 +6,6 @@ only).
 
 import functools
 import ipaddress
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ from cluster.files.ray_up import (
     HEAD,
     WORKER,
     ClusterFile,
-    google_scheduling_of,
     gpus_of,
 )
 from cluster.finding import Finding, error, warning
@@ -33,12 +31,6 @@ _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccount
 scheme.
 """
 
-_PROVIDER_NEEDS = {
-    "aws": ("region",),
-    "gcp": ("region", "availability_zone", "project_id"),
-    "azure": ("location", "resource_group"),
-}
-"""Fields of `provider` that Ray's schema leaves open, and without which it fails."""
 _OWN_RESOURCES = ("CPU", "GPU")
 _SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
 _MACHINE_FIELDS = {
@@ -61,7 +53,6 @@ OPEN_PORT = (
     "must not open a port to the world: the Jobs API runs any code that reaches it"
 )
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-_RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
 _ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
 # Keys of AWS, Google and other providers, and passwords in a URL. What these patterns
 # match is never shown.
@@ -71,12 +62,6 @@ _KEYS = re.compile(
 )
 _OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$\{?HOME\}?)(?:/|$)")
 _RELATIVE = re.compile(r"(?![/~$]|[\w+.-]+://)")
-# Ray's own defaults (ray_config_def.h). With them, a cut cable is noticed after 65 s at
-# the latest (measured: 33 s).
-_HEALTH_CHECK = {"period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
-_NOTICED_WITHIN_S = 20.0
-_STOP_WAIT_S = 30.0
-_RAYS_STOP_WAIT_S = 3.0
 
 
 def findings(
@@ -86,17 +71,13 @@ def findings(
     starts = {field: _environment(cluster, field) for field in (HEAD, WORKER)}
     return [
         *_local(cluster, starts[HEAD], environ),
-        *_provider(cluster),
         *_ports(cluster),
-        *key_findings(cluster.written),
+        *_keys(cluster.written),
         *_machines(cluster),
         *_misspelt(cluster),
-        *_limits(cluster),
         *_versions(cluster),
         *_head_start(cluster),
-        *_worker_start(cluster),
-        *environment_findings(starts),
-        *_reaction(starts[HEAD]),
+        *_environment_findings(starts),
         *_token_file(cluster, starts[HEAD]),
         *_access(cluster, starts[WORKER].get("PACELINE_STORAGE", "")),
     ]
@@ -138,20 +119,6 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
             )
 
 
-def _limits(cluster: ClusterFile) -> Iterator[Finding]:
-    """Warn of types that may have more nodes than the cluster: if it says none, 2."""
-    most = cluster.config["max_workers"]
-    for name, node_type in cluster.written.get("available_node_types", {}).items():
-        own = node_type.get("max_workers", 0)
-        if own > most:
-            yield warning(
-                f"available_node_types.{name}.max_workers",
-                own,
-                f"is above max_workers of the whole cluster, {most}",
-                "raise that, or lower this",
-            )
-
-
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
     """Return the variables that are set for `ray start`, in its command or a profile.
 
@@ -187,36 +154,6 @@ def _local(
             "does not work with Ray's autoscaler v2, which is the default",
             f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}",
         )
-    provider = cluster.config["provider"]
-    workers = list(provider.get("worker_ips") or ())
-    addresses = [provider.get("head_ip"), *workers]
-    for address in {address for address in workers if addresses.count(address) > 1}:
-        yield error(
-            "provider.worker_ips",
-            address,
-            "must not hold an address twice, or the head: that host would stop itself to start again",
-            "remove it there",
-        )
-    for address in filter(_is_loopback, addresses):
-        field = "worker_ips" if address in workers else "head_ip"
-        yield error(
-            f"provider.{field}",
-            address,
-            "must be an address that the other hosts reach",
-            "write the host's address in your network",
-        )
-
-
-def _provider(cluster: ClusterFile) -> Iterator[Finding]:
-    provider = cluster.config["provider"]
-    for field in _PROVIDER_NEEDS.get(cluster.provider, ()):
-        if not provider.get(field):
-            yield error(
-                f"provider.{field}",
-                MISSING,
-                "is required by `ray up`",
-                f"add `{field}`",
-            )
 
 
 def _is_loopback(address: object) -> bool:
@@ -259,17 +196,6 @@ def _machines(cluster: ClusterFile) -> Iterator[Finding]:
         yield from _resource(
             node_type, "GPU", gpus_of(machine, price), f"{field}.resources.GPU"
         )
-        must_stop = cluster.provider == "gcp" and node_type.resources.get("GPU")
-        if (
-            must_stop
-            and google_scheduling_of(machine).get("onHostMaintenance") != "TERMINATE"
-        ):
-            yield error(
-                f"{field}.node_config.scheduling.onHostMaintenance",
-                MISSING,
-                "must be TERMINATE, or Google Cloud refuses a machine with GPUs",
-                "write `scheduling: {onHostMaintenance: TERMINATE}`",
-            )
 
 
 def _resource(
@@ -303,25 +229,8 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
             commands[f"available_node_types.{name}.{key}"] = own
     for field, lines in commands.items():
         for arguments in pip_arguments("\n".join(lines)):
-            yield from _installed(cluster, field, arguments)
-    docker = cluster.config.get("docker") or {}
-    for key in ("image", "head_image", "worker_image"):
-        if docker.get(key):
-            yield from _image(f"docker.{key}", docker[key])
-
-
-def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
-    """Find unpinned packages, and constraint files that the nodes do not have."""
-    for package, version in installs(arguments):
-        yield from version_finding(field, package, version)
-    for file in constraint_files(arguments):
-        if "://" not in file and not _brings(cluster, file):
-            yield error(
-                field,
-                file,
-                "must be brought to the nodes, which have no such file",
-                f"add `{file}: constraints.txt` to file_mounts",
-            )
+            for package, version in installs(arguments):
+                yield from _version_finding(field, package, version)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
@@ -347,28 +256,6 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
             "--no-monitor",
             "must be followed by another autoscaler, or no worker is ever started",
             "start `paceline-cluster autoscale ~/ray_bootstrap_config.yaml`, or remove it",
-        )
-
-
-def _worker_start(cluster: ClusterFile) -> Iterator[Finding]:
-    """Find workers that do not join the head."""
-    head = "\n".join(cluster.commands[HEAD])
-    text = "\n".join(cluster.commands[WORKER])
-    if "ray start" in text and "--address" not in text:
-        yield error(
-            WORKER,
-            MISSING,
-            "must give `ray start` the head's --address, or it does not start",
-            "add --address=$RAY_HEAD_IP:6379",
-        )
-    listens = re.search(r"--port[=\s]+(\d+)", head)
-    asked = re.search(r"RAY_HEAD_IP\}?:(\d+)", text)
-    if listens and asked and listens[1] != asked[1]:
-        yield error(
-            WORKER,
-            f"--address=$RAY_HEAD_IP:{asked[1]}",
-            f"must name the head's --port, {listens[1]}",
-            f"write $RAY_HEAD_IP:{listens[1]}",
         )
 
 
@@ -437,14 +324,12 @@ def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]
     return types.get(node_type.name, {}).get("node_config", {})  # type: ignore[no-any-return]
 
 
-def environment_findings(
-    starts: Mapping[str, Mapping[str, str]], own_disk: re.Pattern[str] = _OWN_DISK
+def _environment_findings(
+    starts: Mapping[str, Mapping[str, str]],
 ) -> Iterator[Finding]:
     """Find unsafe and contradictory environment variables where Ray starts.
 
     `starts` holds the variables by the field that sets them, the head's first.
-
-    `own_disk` matches directories that are on each node's own disk.
     """
     storage = next(iter(starts.values())).get("PACELINE_STORAGE")
     for field, environment in starts.items():
@@ -480,7 +365,7 @@ def environment_findings(
                 f"differs from the head's, {storage}",
                 "write one place",
             )
-    if storage and (own_disk.match(storage) or _RELATIVE.match(storage)):
+    if storage and (_OWN_DISK.match(storage) or _RELATIVE.match(storage)):
         yield error(
             next(iter(starts)),
             f"PACELINE_STORAGE={storage}",
@@ -489,37 +374,7 @@ def environment_findings(
         )
 
 
-def _reaction(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn if the head notices a dead node too late, or a stopped job gets no time."""
-    checks = {
-        name: _number(environment.get(f"RAY_health_check_{name}"), default)
-        for name, default in _HEALTH_CHECK.items()
-    }
-    slowest_s = (
-        checks["failure_threshold"]
-        * (checks["period_ms"] + checks["timeout_ms"])
-        / 1000
-    )
-    if slowest_s > _NOTICED_WITHIN_S:
-        rule = f"should let a dead node be noticed within {_NOTICED_WITHIN_S:g} s, not {slowest_s:g}"
-        names = ("period_ms=1000", "timeout_ms=1000", "failure_threshold=3")
-        yield warning(
-            HEAD,
-            MISSING,
-            rule,
-            f"set {', '.join(f'RAY_health_check_{name}' for name in names)}",
-        )
-    wait_s = _number(environment.get("RAY_JOB_STOP_WAIT_TIME_S"), _RAYS_STOP_WAIT_S)
-    if wait_s < _STOP_WAIT_S:
-        yield warning(
-            HEAD,
-            MISSING,
-            f"should leave a stopped job {_STOP_WAIT_S:g} s or more for its last checkpoint, not {wait_s:g}",
-            "set RAY_JOB_STOP_WAIT_TIME_S=120",
-        )
-
-
-def key_findings(written: object) -> Iterator[Finding]:
+def _keys(written: object) -> Iterator[Finding]:
     """Find a long-lived key or a password in the content of a file."""
     if _KEYS.search(str(written)):
         yield error(
@@ -530,7 +385,7 @@ def key_findings(written: object) -> Iterator[Finding]:
         )
 
 
-def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
+def _version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
     """Compare a version that a file installs with the one that Paceline uses here.
 
     `version` is "" if it is not pinned.
@@ -551,23 +406,6 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
             f"differs from {right}, which Paceline has here",
             fix,
         )
-
-
-def _image(field: str, image: str) -> Iterator[Finding]:
-    """Find an image that is not pinned, or whose name says another version of Ray."""
-    name, _, digest = image.partition("@")
-    tag = name.rpartition("/")[2].partition(":")[2]
-    if not (tag or digest) or tag.startswith("latest"):
-        yield warning(
-            field,
-            image,
-            "must be pinned by a tag, or nodes that start later differ",
-            "write a tag that names the versions in it",
-        )
-        return
-    version = _RAY_IN_IMAGE.search(name)
-    if version:
-        yield from version_finding(field, "ray", version[1])
 
 
 def pip_arguments(command: str) -> list[str]:
@@ -609,11 +447,3 @@ def expected_versions() -> dict[str, str]:
     return package_versions("ray", "torch") | dict(
         re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE)
     )
-
-
-def _number(text: Any, default: float) -> float:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        return default
-    return value if math.isfinite(value) else default

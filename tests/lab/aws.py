@@ -304,7 +304,6 @@ class Instances:
         machine = service.enter_context(
             metadata_service(self.lab.listen(host, _METADATA, 80))
         )
-        machine.is_spot = instance.get("InstanceLifecycle") == "spot"
         who = "head" if tags_of(instance)["ray-node-type"] == "head" else "worker"
         machine.items |= _credentials(who)
         self.hosts[name], self.machines[name] = host, machine

@@ -76,26 +76,6 @@ MaxStartups 100:30:200
 SetEnv {settings}
 Subsystem sftp internal-sftp
 """
-PULSE = """
-import os, pathlib, signal, sys, time
-share = float(sys.argv[1])
-def end(number, frame):
-    tell(signal.SIGCONT)
-    sys.exit()
-def tell(number):
-    for entry in pathlib.Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(b"ray::"):
-                os.kill(int(entry.name), number)
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-signal.signal(signal.SIGTERM, end)
-while True:
-    tell(signal.SIGSTOP)
-    time.sleep(0.1 * (1 - share))
-    tell(signal.SIGCONT)
-    time.sleep(0.1 * share)
-"""
 
 
 def missing() -> str | None:
@@ -364,25 +344,6 @@ class Lab:
     def heal(self, name: str):
         """Plug the cable in."""
         self._ip(CONTROL, "link", "set", f"v{name}", "up")
-
-    @contextlib.contextmanager
-    def slowed(self, name: str, share: float) -> Iterator[None]:
-        """Ray's workers on a host run for `share` of the time: stopped and continued
-        ten times a second.
-
-        On a busy machine they get more than their share once they are continued: take
-        one far below any limit.
-        """
-        pulse = self.popen(name, sys.executable, "-I", "-c", PULSE, str(share))
-        try:
-            yield
-        finally:
-            # nsenter does not pass signals on: its child is the one that pulses.
-            [child] = (
-                Path(f"/proc/{pulse.pid}/task/{pulse.pid}/children").read_text().split()
-            )
-            os.kill(int(child), signal.SIGTERM)
-            pulse.wait()
 
     def run(
         self, name: str, *command: str, check: bool = True, cwd: str = "/root"

@@ -22,31 +22,13 @@ def second_node(cluster, driver):
 
 @pytest.mark.campaign  # the lab examines three hosts
 def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
-    options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
+    options = ("--storage_path", str(tmp_path / "shared"), "--json")
     done = command("-m cluster check", *options, ray_address=cluster.address)
     report = json.loads(done.out)
-    errors = [
-        found["field"] for found in report["findings"] if found["level"] == "error"
-    ]
-    assert done.code == int(bool(errors))
-    assert set(errors) <= {"matmul of one core"}, (
-        "two nodes share this machine, and one may get less of it"
-    )
-    assert len(report["nodes"]) == 2
-    for node in report["nodes"]:
-        assert errors or node["verdict"] != "bad"
-        assert node["rates"].keys() == {"matmul of one core", "network"}
-        assert all(rate > 0 for rate in node["rates"].values())
+    assert (done.code, report["findings"]) == (0, [])
+    assert [node["verdict"] for node in report["nodes"]] == ["ok", "ok"]
+    assert all(node["device"] for node in report["nodes"])
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
-
-
-def test_more_workers_than_there_are_is_an_error(cluster, second_node, command):
-    done = command(
-        "-m cluster check --workers 5 --wait-s 0 --quick",
-        ray_address=cluster.address,
-    )
-    assert done.code == 1
-    assert "`worker nodes` is 2, but must be at least 5" in done.out
 
 
 def test_a_sweep_is_refused_where_storage_cannot_be_written(

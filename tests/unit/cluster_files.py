@@ -29,8 +29,7 @@ LOCAL = {
     "head_start_ray_commands": [
         "ray stop",
         (
-            "export RAY_AUTH_MODE=token; export PACELINE_STORAGE=/nfs; export RAY_JOB_STOP_WAIT_TIME_S=60;"
-            "export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000;"
+            "export RAY_AUTH_MODE=token; export PACELINE_STORAGE=/nfs;"
             "ray start --head --autoscaling-config=x"
         ),
     ],

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from cluster.files.capacity import (
-    STALE_AFTER_DAYS,
     NodeType,
     cost,
     grow,
@@ -136,13 +135,6 @@ def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(
 ):
     price = load_prices("gcp", region)["g2-standard-8"]
     assert (price.usd_per_hour, price.vcpus, price.gpus) == (usd, 8, 1)
-
-
-def test_a_price_that_is_half_a_year_old_is_stale():
-    price = replace(read_prices()[0], date=dt.date(2026, 1, 1))
-    last = price.date + dt.timedelta(days=STALE_AFTER_DAYS)
-    assert price.age(last) == "read 180 days ago"
-    assert "STALE" in price.age(last + dt.timedelta(days=1))
 
 
 @pytest.mark.parametrize(

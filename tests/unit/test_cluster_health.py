@@ -3,7 +3,6 @@ clusters raise no alarm.
 """
 
 import json
-import random
 import sys
 import types
 from dataclasses import replace
@@ -11,15 +10,12 @@ from dataclasses import replace
 import pytest
 
 from cluster.finding import error
-from cluster.health.check import Checkup, lost_nodes
 from cluster.health.probes import (
     Node,
     different,
     gpu_findings,
-    label_selector,
     on,
     print_report,
-    slow,
     unshared,
 )
 
@@ -31,40 +27,22 @@ VERSIONS = {
 }
 
 
-def cluster(num_nodes, seed=0, num_gpus=0):
-    """A head that does not train, and nodes whose figures scatter as those of sound
-    ones do.
-    """
-    chance = random.Random(seed)
-    nodes = [node(index, chance, num_gpus) for index in range(num_nodes)]
-    return [Node("id-head", "head", "10.0.0.1", versions=VERSIONS), *nodes]
+def cluster(num_nodes):
+    """A head and as many nodes, alike."""
+    head = Node("id-head", "head", "10.0.0.1", versions=VERSIONS)
+    return [head, *map(node, range(num_nodes))]
 
 
-def node(index, chance, num_gpus):
-    devices = [f"cuda:{gpu}" for gpu in range(num_gpus)] or ["one core"]
-    products = {f"matmul of {name}": 600 * chance.gauss(1, 0.03) for name in devices}
-    return Node(
-        f"id-{index}",
-        f"h{index}",
-        f"10.0.0.{index + 10}",
-        trains=True,
-        versions=VERSIONS,
-        device="H200" if num_gpus else "EPYC",
-        num_gpus=num_gpus,
-        rates=products | {"network": 1100 * chance.gauss(1, 0.1)},
-    )
+def node(index):
+    return Node(f"id-{index}", f"h{index}", f"10.0.0.{index + 10}", versions=VERSIONS)
 
 
 def named(found):
     return {(each.host, each.field) for each in found}
 
 
-@pytest.mark.parametrize("num_gpus", [0, 8])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 40])
-def test_a_clean_cluster_raises_no_alarm(num_nodes, num_gpus):
-    for seed in range(20):
-        nodes = cluster(num_nodes, seed, num_gpus)
-        assert [*different(nodes), *slow(nodes)] == []
+def test_a_clean_cluster_raises_no_alarm():
+    assert different(cluster(3)) == []
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 8])
@@ -83,24 +61,6 @@ def test_a_package_that_is_not_there_is_a_version():
     assert named(different(nodes)) == {
         ("h0", name) for name in ("torch", "ray", "paceline")
     }
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 8, 40])
-@pytest.mark.parametrize(
-    ("what", "share"), [("matmul of cuda:3", 0.55), ("network", 0.2)]
-)
-def test_a_node_that_falls_behind_is_named(what, share, num_nodes):
-    for seed in range(20):
-        nodes = cluster(num_nodes, seed, num_gpus=8)
-        nodes[2].rates[what] *= share
-        assert named(slow(nodes)) == {("h1", what)}
-
-
-def test_products_of_other_devices_are_not_compared():
-    nodes = [*cluster(2), *cluster(2, num_gpus=1)]
-    nodes[1].rates["matmul of one core"] = 60.0
-    nodes[2].rates["matmul of one core"] = 60.0
-    assert slow(nodes) == []
 
 
 class NVMLError(Exception):
@@ -183,91 +143,13 @@ def test_storage_is_what_more_than_half_of_the_nodes_share(seen, apart):
     assert unshared(seen) == apart
 
 
-class Replayed(Checkup):
-    """A checkup whose nodes answer with what is prepared, a figure for each
-    measurement; asked again, with the last.
-    """
-
-    def __init__(self, prepared, link=(1000.0, "")):
-        super().__init__()
-        self.nodes = {
-            name: Node(name, name, name, trains=True, device="EPYC")
-            for name in prepared
-        }
-        self.prepared = prepared
-        self.asked = 0
-        self.link = link
-
-    def ask(self, part, timeout_s, calls):
-        if part == "meeting":
-            return dict.fromkeys(calls, self.link)
-        if part != "multiplying":
-            return {}
-        figures = {name: self.prepared[name] for name in calls}
-        values = {
-            name: every[min(self.asked, len(every) - 1)]
-            for name, every in figures.items()
-        }
-        self.asked += 1
-        return {name: {"matmul": value} for name, value in values.items()}
-
-
-@pytest.mark.parametrize(
-    ("prepared", "expected", "asked"),
-    [
-        ({"a": [60.0], "b": [58.0]}, set(), 1),
-        ({"a": [60.0], "b": [10.0]}, {("b", "matmul")}, 4),
-        ({"a": [60.0], "b": [10.0, 12.0, 11.0, 59.0]}, set(), 4),
-        ({"a": [60.0], "b": [60.0], "c": [10.0, 59.0]}, set(), 2),
-        ({"a": [30.0, 60.0], "b": [12.0]}, {("b", "matmul")}, 4),
-    ],
-    ids=["in order", "slow", "disturbed thrice", "disturbed once", "peer disturbed"],
-)
-def test_a_slow_node_is_slow_in_every_measurement(prepared, expected, asked):
-    checkup = Replayed(prepared)
-    checkup.full()
-    assert (named(checkup.found), checkup.asked) == (expected, asked)
-
-
-def test_a_link_that_is_cut_is_said_of_both_ends_and_tried_once():
-    checkup = Replayed({"a": [60.0], "b": [60.0]}, link=(0.0, "timed out"))
-    checkup.full()
-    assert named(checkup.found) == {("a", "network"), ("b", "network")}
-    assert {each.value for each in checkup.found} == {"timed out"}
-    assert checkup.asked == 1
-
-
-def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back():
-    def row(name, address, alive, reason=2):
-        names = {
-            "NodeID": name,
-            "NodeManagerAddress": address,
-            "NodeManagerHostname": name,
-            "Resources": {},
-        }
-        return names | {"Alive": alive, "DeathReason": reason, "DeathReasonMessage": ""}
-
-    rows = [
-        row("up", "1", True),
-        row("before", "1", False),
-        row("drained", "2", False, 1),
-        row("gone", "3", False),
-    ]
-    assert named(lost_nodes(rows, {"up"})) == {("gone", "node")}
-    assert lost_nodes(rows, {"gone"}) == []
-
-
 def test_the_report(capsys):
     nodes = cluster(3)
     wrong = error("storage", "/nfs: cannot be written", "must be one place", "mount it")
     found = on(nodes[2], [wrong])
 
-    def said(**options):
-        code = print_report(nodes, found, **options)
-        return (code, *capsys.readouterr())
-
-    code, out, err = said()
-    assert (code, err) == (1, "")
+    assert print_report(nodes, found, as_json=False) == 1
+    out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[:5]] == [
         "node",
         "head",
@@ -276,11 +158,8 @@ def test_the_report(capsys):
         "h2",
     ]
     assert "3 of 4 nodes in order" in out
-    code, out, err = said(exclude_bad=True)
-    assert (code, json.loads(out)) == (0, {"ray.io/node-id": "!in(id-1)"})
-    assert "h1: `storage` is" in err
-    tree = json.loads(said(as_json=True)[1])
+    assert "h1: `storage` is" in out
+    assert print_report(nodes, found, as_json=True) == 1
+    tree = json.loads(capsys.readouterr().out)
     assert [each["verdict"] for each in tree["nodes"]] == ["ok", "ok", "bad", "ok"]
     assert named(found) == {(each["host"], each["field"]) for each in tree["findings"]}
-    assert said(exclude_bad=True, wanted=3)[0] == 1, "two are left"
-    assert label_selector(on(Node("", "cluster", ""), [wrong])) == {}

@@ -1,5 +1,4 @@
-"""cluster/slurm.sbatch: broken variants, each with its one finding, and the script on a
-faked Slurm.
+"""cluster/slurm.sbatch on a faked Slurm.
 
 tests/lab/test_slurm.py runs it on a real one.
 """
@@ -12,74 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.__main__ import main
-from cluster.files.slurm import slurm_findings
 from tests.specs import REPOSITORY
 from tests.waits import until
 
 FILE = REPOSITORY / "cluster" / "slurm.sbatch"
 TEXT = FILE.read_text(encoding="utf-8")
-SIGNAL = "#SBATCH --signal=B:USR1@120"
-STORAGE = "PACELINE_STORAGE=/shared/MY-GROUP/paceline"
-CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK" \\\n'
-
-# The text before, the text in its place, and the field of what is found.
-BROKEN = {
-    "tasks_on_a_node": ("per-node=1", "per-node=8", "--ntasks-per-node"),
-    "one_cpu": (CPUS, "\\\n", "srun"),
-    "not_told": (SIGNAL, "", "--signal"),
-    "tells_ray": (SIGNAL, "#SBATCH --signal=USR1@120", "--signal"),
-    "tells_what_is_not_heeded": (SIGNAL, "#SBATCH --signal=B:TERM@120", "--signal"),
-    "not_heeded": ("trap stop USR1", "", "--signal"),
-    "in_the_foreground": ('"$@" &\n', '"$@"\n', "symmetric-run"),
-    "not_waited_for": ("do wait $tasks; done", "do break; done", "symmetric-run"),
-    "own_disk": (STORAGE, "PACELINE_STORAGE=/tmp/$USER", "the script"),
-    "relative_storage": (STORAGE, "PACELINE_STORAGE=results", "the script"),
-    "windows_line_ends": ("\n", "\r\n", "the file"),
-    "no_storage": (f"export {STORAGE}", "", "the script"),
-    "no_token": ("export RAY_AUTH_MODE=token", "", "the script"),
-    "key_in_the_file": (
-        "ulimit",
-        "export AWS_SECRET_ACCESS_KEY=abc; ulimit",
-        "a cloud key",
-    ),
-    "not_waited_for_nodes": (' --min-nodes "$SLURM_JOB_NUM_NODES"', "", "--min-nodes"),
-    "one_head_each": (
-        '--address "$address"',
-        '--address "127.0.0.1:$port"',
-        "--address",
-    ),
-    "a_ray_of_its_own": ("RAY_ADDRESS=", "ADDRESS=", "RAY_ADDRESS"),
-}
-
-
-@pytest.mark.parametrize(("old", "new", "field"), BROKEN.values(), ids=BROKEN)
-def test_each_trap_has_its_finding(old, new, field, tmp_path):
-    file = tmp_path / "job.sbatch"
-    assert old in TEXT
-    file.write_text(TEXT.replace(old, new), encoding="utf-8", newline="")
-    [finding] = slurm_findings(file)
-    assert finding.field == field
-    assert finding.rule
-    assert finding.fix
-
-
-def test_validate_prints_them(tmp_path, capsys):
-    assert main(["validate", str(FILE), "--strict"]) == 0
-    assert capsys.readouterr().out == f"{FILE}: in order (slurm)\n"
-    file = tmp_path / "job"  # known by its content
-    file.write_text(TEXT.replace("=/shared/MY-GROUP", "=/tmp"), encoding="utf-8")
-    assert main(["validate", str(file)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {file}: `the script` is ")
-    assert main(["validate", str(tmp_path / "none.sbatch")]) == 2
-
-
-def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(tmp_path):
-    file = tmp_path / "job.sh"
-    file.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun -m trainers a.yaml\n"
-    )
-    assert list(slurm_findings(file)) == []
 
 
 FAKES = {

@@ -54,7 +54,7 @@ COMMANDS = [
         "--cluster",
     ),
     ("cluster", ["validate"], ["a.yaml"], "--stict", "--strict", None),
-    ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--wait-s"),
+    ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--storage-path"),
 ]
 each_command = pytest.mark.parametrize(
     ("door", "command", "needs", "mistyped", "meant", "valued"),

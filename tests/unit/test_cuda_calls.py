@@ -10,7 +10,6 @@ import ray.train
 import torch
 from ray.train.v2._internal.util import construct_train_func
 
-from cluster.health.check import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext
@@ -86,17 +85,6 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     worker_group._join("127.0.0.1", 1, 3, "gloo")
     assert seen == [visible]
-
-
-@pytest.mark.parametrize(("held", "visible"), [([], ""), (["0", "1"], "0,1")])
-def test_a_check_measures_no_gpu_that_something_else_holds(monkeypatch, held, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(
-        ray,
-        "get_runtime_context",
-        lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": held}),
-    )
-    assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypatch):

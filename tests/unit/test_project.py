@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.__main__ import main
 from cluster.files.rules import expected_versions
 from tests.specs import REPOSITORY
 
@@ -201,11 +200,6 @@ def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage():
     assert not re.search(
         r"(?:=|:)(?:6380|8266)\b|symmetric-run|ray stop", tree["run"]
     ), "SkyPilot's own Ray is there"
-
-
-def test_validate_says_whose_file_it_is(capsys):
-    assert main(["validate", str(REPOSITORY / "cluster" / "skypilot.yaml")]) == 2
-    assert "SkyPilot" in capsys.readouterr().err
 
 
 def test_the_devcontainer_sets_up_what_make_does():

@@ -55,15 +55,6 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(name, value, tmp_path):
         journal.find(whole["id"])
 
 
-def test_a_record_under_another_trials_name_is_refused(tmp_path):
-    journal = Journal(Storage(str(tmp_path)))
-    first, second = done()[:2]
-    journal.append(first)
-    (tmp_path / f"trials/{first.id}.json").rename(tmp_path / f"trials/{second.id}.json")
-    with pytest.raises(CheckpointError):
-        journal.find(second.id)
-
-
 FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000]
 
 

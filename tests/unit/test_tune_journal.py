@@ -92,8 +92,6 @@ def test_figures_that_are_not_finite_survive(tmp_path):
         b"[]",
         b"\xff\xfe",
         b'{"id": "a", "config": {}, "status": "won", "start_time": 1, "end_time": 2}',
-        # of no configuration
-        b'{"id": "0123456789", "config": {}, "status": "done", "start_time": 1, "end_time": 2}',
         b"[" * 100_000,
     ],
 )

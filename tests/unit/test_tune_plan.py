@@ -199,18 +199,6 @@ def test_a_budget_cuts_the_sweep_off(user, budget_s, within, time_s):
             "train.scaling.num_workers",
             "can grow to 10 workers",
         ),
-        (
-            {"budget": {"time_s": 60}},
-            {},
-            "budget.time_s",
-            "before the first trial ends",
-        ),
-        (
-            {"budget": {"usd": 0.1}, "usd_per_hour": 6.0},
-            {},
-            "budget.usd",
-            "at 6.00 USD an hour",
-        ),
     ],
 )
 def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
@@ -270,7 +258,6 @@ def test_the_command_prints_the_plan_and_starts_nothing(user, capfd):
             2,
             "`resources of a worker` is not known before the node is up",
         ),
-        ("slurm.sbatch", 2, "is a Slurm script"),
     ],
 )
 def test_the_digits_sweep_on_the_shipped_cluster_files(name, code, words, capsys):

@@ -244,8 +244,7 @@ def test_the_way_on_is_given_where_the_sweep_was(user, monkeypatch):
     assert spec.resume() == f"python -m tune {spec.uri}"
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert (
-        spec.resume("/head/python")
-        == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
+        spec.resume() == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
     )
 
 

@@ -343,9 +343,7 @@ class ScalingConfig(Settings):
             "rule": "must map Ray's node labels to values or conditions"
         },
     )
-    """Labels of nodes that workers may run on; `python -m cluster check --exclude-bad`
-    prints one.
-    """
+    """Labels of nodes that workers may run on."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:

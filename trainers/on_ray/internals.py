@@ -26,7 +26,6 @@ from ray._private.authentication.authentication_token_generator import (
     generate_new_authentication_token as new_token,
 )
 from ray._private.node import Node
-from ray._private.state import available_resources_per_node
 from ray._raylet import (  # type: ignore[attr-defined] # compiled
     AuthenticationMode,
     AuthenticationTokenLoader,
@@ -52,7 +51,6 @@ __all__ = [
     # hears of the controller's start and states; the public UserCallback of reports and
     # failures
     "ControllerCallback",
-    "available_resources_per_node",  # public: of the cluster as a whole only
     "kv_delete",  # the store is there as long as the cluster, without an actor of ours
     "kv_exists",
     "kv_get",

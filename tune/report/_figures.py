@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,8 @@ _STYLE = ["default", str(Path(__file__).with_name("figures.mplstyle"))]
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row
 _ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
-_TICK_CHARS = 56  # as many as fit side by side below the axes
+_MOST_TICKS = 9
+_TICK_CHARS = 6  # of a name that stands upright below the axes
 _MOST_CHARS = 26  # of a name beside an axis
 _SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
 
@@ -205,8 +206,6 @@ class Canvas:
         self._sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
         self.axes = self._sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
-        # As many ticks as fit if each has six digits.
-        self.axes.locator_params(axis="x", nbins=5)
         self._tips: dict[str, str] = {}
         self._seen: set[int] = set()
         """The series that have something drawn."""
@@ -247,7 +246,6 @@ class Canvas:
         """
         data = self._data
         for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
-            num_before = len(self.axes.lines)
             x = axis.position(mark.record)
             series = data.series(mark.record)
             if mark.between is not None:
@@ -258,22 +256,10 @@ class Canvas:
             look: Tree = {"linestyle": "none", "clip_on": False, "zorder": 3}
             look["markersize"] = 8.5 if data.is_best(mark.record) else 5
             self.mark(mark.record, x, mark.value / size, mark.text, **look)
-            if data.by and axis != data.by and not is_joined:
-                middle = (len(data.by.values) - 1) / 2
-                self._move(self.axes.lines[num_before:], series - middle)
         if is_joined and data.config.search == "grid":
             self._join(axis, marks, size)
         self._set_axis(axis)
-        self.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-
-    def _move(self, lines: Iterable[Any], steps: float) -> None:
-        """Shift lines to the right by small steps, so that marks do not overlap."""
-        from matplotlib.transforms import ScaledTranslation
-
-        inches = self._sheet.dpi_scale_trans
-        place = self.axes.transData + ScaledTranslation(5 * steps / 72, 0, inches)
-        for line in lines:
-            line.set_transform(place)
+        self.axes.yaxis.set_major_formatter("{x:,.6g}")
 
     def _join(self, axis: Axis, marks: list[Mark], size: float) -> None:
         """Draw one line per series through the medians of its marks."""
@@ -288,33 +274,19 @@ class Canvas:
             self.axes.plot(xs, medians, color=_SERIES[series], linewidth=1.6)
 
     def _set_axis(self, axis: Axis) -> None:
-        """Set the ticks of the x axis at the tried values; log scales have base 2."""
-        places = axis.positions
+        """Set the scale of the x axis, and its ticks at the values if they are few."""
         if axis.is_log:
-            self.axes.set_xscale("log", base=2)
-            places = [math.log2(position) for position in places]
-        first = places[0]
-        width = places[-1] - first
-        margin = 0.06 * width or 0.5
-        if width == 0 and not axis.is_log:
-            margin = abs(first) / 2 or 0.5
-        limits = [first - margin, first + width + margin]
-        if axis.is_log:
-            limits = [2**limit for limit in limits]
-        self.axes.set_xlim(*limits)
-        ticks: dict[float, str] = {}
-        next_place = -math.inf
-        for at, place in enumerate(places):
-            if place >= next_place:
-                ticks[axis.positions[at]] = _cut(shown(axis.values[at]))
-                next_place = place + width / 9
-        names = list(ticks.values())
-        self.axes.set_xticks(list(ticks), names)
-        if sum(len(name) + 2 for name in names) > _TICK_CHARS:
-            self.axes.tick_params("x", labelrotation=25)
-            for label in self.axes.get_xticklabels():
-                label.set_horizontalalignment("right")
-        self.axes.minorticks_off()
+            self.axes.set_xscale("log", base=2 if axis.key in _SIZE_KEYS else 10)
+            self.axes.minorticks_off()
+        if axis.is_numeric and len(axis.values) > _MOST_TICKS:
+            self.axes.xaxis.set_major_formatter("{x:.5g}")
+        else:
+            step = math.ceil(len(axis.values) / _MOST_TICKS)
+            names = [_cut(shown(value)) for value in axis.values[::step]]
+            look: Tree = {}
+            if max(map(len, names)) > _TICK_CHARS:
+                look = {"rotation": 25, "ha": "right"}
+            self.axes.set_xticks(axis.positions[::step], names, **look)
         self.axes.set_xlabel(axis.label)
 
     def _write_legend(self) -> None:
@@ -325,10 +297,7 @@ class Canvas:
             self.axes.plot([], [], label=by.name(at) if by else "", **look)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
-            widths = [len(name) + 6 for name in names]
-            columns = max(1, _LEGEND_CHARS // max(widths))
-            if sum(widths) <= _LEGEND_CHARS:
-                columns = len(names)
+            columns = max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
             self._sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:

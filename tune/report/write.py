@@ -4,13 +4,11 @@ import base64
 import hashlib
 import json
 import logging
-import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib import resources
-from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +18,7 @@ from pyarrow import parquet
 from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES, CheckpointError, escape_controls, redact
+from trainers.output import as_data
 from trainers.storage import Storage, validated
 from tune.config import SweepConfig, sample_values
 from tune.report._figures import figures
@@ -33,12 +32,16 @@ from tune.trials.record import Records, TrialRecord
 logger = logging.getLogger(__name__)
 
 _MOST_DRAWN = 300
-_PATHS = {
-    "time_to_target_low_s": "missed_target_s",
-    "on_lane_s": "total_s",
-    "seed": "given_seed",
+_FIXED = {
+    "id status": pa.string(),
+    "samples_per_s step_time_s time_to_target_s time_to_target_low_s": pa.float64(),
+    "peak_memory_bytes lane seed": pa.int64(),
+    "step_time_ci95_s samples epochs cpu_pressure disturbed_s energy_j": pa.float64(),
+    "starting_s training_s on_lane_s": pa.float64(),
+    "purpose message": pa.string(),
+    "start_time end_time": pa.timestamp("us", tz="UTC"),
 }
-"""The attribute of a record for a column, if their names differ."""
+"""The columns that the results of every sweep have, by their types."""
 
 
 def source(name: str) -> str:
@@ -163,17 +166,6 @@ def _finalist(final: Final) -> Tree:
     }
 
 
-def strict(value: Any) -> Any:
-    """Return plain data for strict JSON, with NaN and infinite numbers as text."""
-    if isinstance(value, dict):
-        return {key: strict(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [strict(child) for child in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def write_report(
     sweep: Storage,
     config: SweepConfig,
@@ -201,7 +193,7 @@ def write_report(
     else:
         sweep.delete("best.yaml")
     shown = contents(sweep, config, train, records, environment, found)
-    summary = json.dumps(strict(shown["summary"]), indent=2, allow_nan=False)
+    summary = json.dumps(as_data(shown["summary"]), indent=2, allow_nan=False)
     sweep.write("summary.json", f"{summary}\n".encode())
     sweep.write("report.html", render("report.html", **shown).encode())
     return found
@@ -236,73 +228,52 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
 
 def to_parquet(config: SweepConfig, records: Records) -> bytes:
     """Return a row per trial; column types do not depend on which trials have run."""
-    columns: Tree = {}
-
-    def add(kind: Any, names: str) -> None:
-        for name in names.split():
-            value = attrgetter(_PATHS.get(name, name))
-            columns[name] = pa.array([value(record) for record in records], kind)
-
-    add(pa.string(), "id status")
+    schema = [(name, kind) for names, kind in _FIXED.items() for name in names.split()]
+    table = pa.Table.from_pylist(list(map(_row, records)), pa.schema(schema))
     taken = {field.name for field in fields(TrialRecord)}
     for key in Trials(config, records).labels:
         if key == "seed":
-            continue  # a repeat has one of its own: both are in one column below
+            continue  # a repeat has one of its own: both are in one column
         values = [record.config.get(key) for record in records]
         column = f"config.{key}" if key in taken else key
-        columns[column] = _config_column(config, key, values)
-    add(pa.float64(), "samples_per_s step_time_s time_to_target_s time_to_target_low_s")
-    add(pa.int64(), "peak_memory_bytes lane seed")
-    add(pa.string(), "purpose")
-    add(
-        pa.float64(),
-        "step_time_ci95_s samples epochs cpu_pressure disturbed_s",
-    )
-    for name in ("starting_s", "training_s", "on_lane_s"):
-        part = _PATHS.get(name, name)
-        times = [getattr(record.spent, part, None) for record in records]
-        columns[name] = pa.array(times, pa.float64())
-    messages = [_encodable(record.message) for record in records]
-    columns["message"] = pa.array(messages, pa.string())
-    for name in ("start_time", "end_time"):
-        stamps = [round(getattr(record, name) * 1e6) for record in records]
-        columns[name] = pa.array(stamps, pa.timestamp("us", tz="UTC"))
+        table = table.append_column(column, _config_column(config, key, values))
     for name in metric_names(records):
         column = _encodable(name)
-        while column in columns:
+        while column in table.column_names:
             column = f"metrics.{column}"
-        values = [record.metrics.get(name) for record in records]
-        columns[column] = pa.array(_as_floats(values), pa.float64())
+        found = [record.metrics.get(name) for record in records]
+        table = table.append_column(column, pa.array(found, pa.float64()))
     sink = pa.BufferOutputStream()
-    parquet.write_table(pa.table(columns), sink)
+    parquet.write_table(table, sink)
     return bytes(sink.getvalue().to_pybytes())
 
 
+def _row(record: TrialRecord) -> Tree:
+    spent: Tree = vars(record.spent) if record.spent else {}
+    return {
+        **vars(record),
+        **spent,
+        "on_lane_s": spent.get("total_s"),
+        "time_to_target_low_s": record.missed_target_s,
+        "seed": record.given_seed,
+        "message": _encodable(record.message),
+        "start_time": round(record.start_time * 1e6),
+        "end_time": round(record.end_time * 1e6),
+    }
+
+
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
-    """Return a key's values as an array, typed by all values that it may have."""
-    possible = [*values, *sample_values(config.space.get(key, []))]
-    kinds = {type(value) for value in possible if value is not None}
-    if kinds == {bool}:
-        return pa.array(values, pa.bool_())
-    whole = [value for value in possible if type(value) is int]
-    fits = all(-(2**63) <= value < 2**63 for value in whole)
-    if kinds == {int} and fits:
-        return pa.array(values, pa.int64())
-    if kinds and kinds <= {int, float} and fits:
-        return pa.array(_as_floats(values), pa.float64())
-    return pa.array(map(_as_text, values), pa.string())
+    """Return a key's values as an array, typed by all values that it may have.
 
-
-def _as_text(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return _encodable(value)
-    return json.dumps(value)
-
-
-def _as_floats(values: list[Any]) -> list[float | None]:
-    return [None if value is None else float(value) for value in values]
+    What has no type in common is JSON.
+    """
+    try:
+        kind = pa.array([*values, *sample_values(config.space.get(key, []))]).type
+        if not pa.types.is_nested(kind):
+            return pa.array(values, kind)
+    except (pa.ArrowException, ValueError, OverflowError):
+        pass
+    return pa.array(map(json.dumps, values), pa.string())
 
 
 def _encodable(text: str) -> str:

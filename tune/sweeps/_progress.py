@@ -3,15 +3,12 @@
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
 
-import contextlib
 import logging
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -491,14 +488,13 @@ class Progress(tune.Callback):
         with self._noting_failure():
             name = _name(trial)
             ray.get(self._mailbox.orphan.remote(name))
-            why = f"its Tune actor has died ({_cause(trial)})"
-            logger.info("trial %s: %s; another goes on", name, why)
+            logger.info("trial %s: its Tune actor has died; another goes on", name)
 
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
         """Have the sweep end; called by Tune when it gives a trial up."""
-        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times, at last of {_cause(trial)}"
+        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times ({trial.error_file})"
         self.failure = self.failure or PacelineError(what)
 
     @contextmanager
@@ -604,26 +600,7 @@ class Progress(tune.Callback):
         for name in missing:
             self._record(name, BY_BUDGET)
 
-    def restore_records(self) -> None:
-        """Rewrite records that have vanished from storage; may raise StorageError."""
-        there = self._journal.names()
-        gone = [record for name, record in self.records.items() if name not in there]
-        for record in gone:
-            self._journal.append(record)
-        if gone:
-            words = "%d records had vanished from storage, and were written again"
-            logger.info(words, len(gone))
-
 
 def _name(trial: Any) -> str:
     """Return our ID for one of Tune's trials."""
     return trial_id(unwrap(trial.config))
-
-
-def _cause(trial: Any) -> str:
-    """Return the last error of one of Tune's trials in a line, from Tune's file."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError, TypeError):  # the disk may be full
-        lines = Path(trial.error_file).read_text(errors="replace").split("\n")
-    said = [line for line in lines if line.strip()] or ["unknown"]
-    return textwrap.shorten(said[-1], 200)

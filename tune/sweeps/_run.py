@@ -42,7 +42,7 @@ from tune.search.space import open_trials
 from tune.sweeps._progress import Pace, Progress
 from tune.sweeps._trial import LaneTrial
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
+from tune.sweeps.spec import Interrupted, SweepSpec, num_missing
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 from tune.trials.steering import Action, Actions, Steering
@@ -240,8 +240,6 @@ class _Run:
             nullcontext() if of_function else task_environment(),
         ):
             self._run_search()
-            self._progress.restore_records()
-            save(self._spec)
 
     def _run_search(self) -> None:
         num_lanes = min(self._plan.num_lanes, self._num_to_run)
@@ -293,10 +291,7 @@ class _Run:
         self._pace.lanes_started(self._lanes.count)
 
     def _cut_off(self) -> None:
-        """Save the records of ended trials, and end the lanes and the mailbox."""
-        with suppress(PacelineError):
-            self._progress.restore_records()
-            save(self._spec)
+        """End the lanes and the mailbox."""
         self._lanes.end()
         with suppress(ray.exceptions.RayError):
             ray.kill(self._mailbox)

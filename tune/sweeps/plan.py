@@ -5,7 +5,6 @@ makes it from a cluster file, and shows which nodes the sweep would hold and wha
 would cost, without starting anything.
 """
 
-import datetime as dt
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,8 +203,7 @@ def make_plan(
     """Forecast a sweep on the largest size of a cluster file. Starts nothing.
 
     Raises ConfigError if the sweep cannot fit: no node holds a worker, the cluster
-    never holds one worker group or the requested lanes, or the budget is used up before
-    the first trial ends.
+    never holds one worker group or the requested lanes.
     """
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
@@ -229,8 +227,6 @@ def make_plan(
     num_ended, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
     trials = max(0, plan.num_trials - num_ended)
     within, time_s = _time_s(spec, trials, lanes, trial_s)
-    if trials and within == 0:
-        raise _too_short(spec, lanes, trial_s or 0.0, usd_per_hour)
     usd = None
     if time_s is not None and usd_per_hour is not None:
         usd = dollars(time_s, usd_per_hour)
@@ -301,8 +297,7 @@ def _time(time_s: float | None, budget_s: float | None) -> str:
 
 
 def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
-    """Yield a line per node type: its price, the source, and how old it is."""
-    today = dt.datetime.now(dt.UTC).date()
+    """Yield a line per node type: its price, with date and source."""
     prices = load_prices(cluster.provider, cluster.region)
     types = []
     for node_type in cluster.node_types:
@@ -317,24 +312,13 @@ def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
         if price.spot_usd_per_hour is not None:
             spot = f"{price.spot_usd_per_hour:g}"
         figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
-        yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
+        yield f"price of {name}: {figures} ({price.date}, {price.source})"
     if any(node_type.spot for node_type in types):
         yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
 
 
 def _usd(amount: float | None) -> str:
     return "unknown" if amount is None else f"{amount:.2f}"
-
-
-def _too_short(
-    spec: SweepSpec, lanes: int, trial_s: float, usd_per_hour: float | None
-) -> ConfigError:
-    budget = spec.config.budget
-    key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
-    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {counted(lanes, 'lane')}"
-    rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
-    fix = "raise it, or lower `lanes` or the length of a trial"
-    return ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
 
 
 def _check_resources(cluster: ClusterFile) -> None:

@@ -83,12 +83,10 @@ class SweepSpec:
         """The sweep's directory."""
         return fenced(Storage(self.uri), SAVED, self.token)
 
-    def resume(self, python: str = "python") -> str:
+    def resume(self) -> str:
         """Return the command that resumes it; inside a Ray job, by another job."""
-        submit = shlex.quote(python)
-        if inside_ray_job():
-            submit = "ray job submit --working-dir . -- python"
-        return f"{submit} -m tune {shlex.quote(self.uri)}"
+        submit = "ray job submit --working-dir . -- " if inside_ray_job() else ""
+        return f"{submit}python -m tune {shlex.quote(self.uri)}"
 
     @property
     def is_of_function(self) -> bool:
@@ -224,12 +222,6 @@ def read_kept(location: str) -> SweepSpec:
     tree = read_mapping(storage, SAVED)
     config = build(KeptConfig, tree | {"storage_path": storage.parent.uri}, source)
     return SweepSpec(config, config.train, (), source, storage.uri)
-
-
-def save(spec: SweepSpec) -> None:
-    """Save the sweep's configuration beside its records, unless it is saved already."""
-    if not spec.storage.exists(SAVED):
-        spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:

@@ -11,7 +11,7 @@ from trainers.config.model import Tree
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Name, TrialRecord, UnixTime, trial_id
+from tune.trials.record import Name, TrialRecord, UnixTime
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +112,9 @@ class Journal:
     def _read(self, name: str) -> TrialRecord:
         fix = "delete the file, and the trial runs again"
         try:
-            record = self._storage.read_json(name, TrialRecord)
+            return self._storage.read_json(name, TrialRecord)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {fix}") from None
-        configured = trial_id(record.config, record.purpose, record.seed)
-        if not record.id == configured == name.removesuffix(".json"):
-            where = self._storage.locate(name)
-            raise CheckpointError(
-                f"{where} is the record of another trial, {configured}; {fix}"
-            )
-        return record
 
 
 def in_order(records: Iterable[TrialRecord]) -> list[TrialRecord]:
