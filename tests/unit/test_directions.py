@@ -23,7 +23,7 @@ RUN = {
 KNOWN = {
     "min": """
         val_loss val_error mae val_mae val_rmse val_brier_score step_time_s
-        usd_to_target peak_memory_bytes energy_j val_fid val_error_rate
+        usd_to_target peak_memory_bytes val_fid val_error_rate
         val_top1_error val_neg_log_likelihood val_false_positive_rate train_loss
         val_mean_absolute_error val_log_loss eval_loss val_loss2
     """,

@@ -36,7 +36,7 @@ _FIXED = {
     "id status": pa.string(),
     "samples_per_s step_time_s time_to_target_s time_to_target_low_s": pa.float64(),
     "peak_memory_bytes lane seed": pa.int64(),
-    "step_time_ci95_s samples epochs cpu_pressure disturbed_s energy_j": pa.float64(),
+    "step_time_ci95_s samples epochs cpu_pressure disturbed_s": pa.float64(),
     "starting_s training_s on_lane_s": pa.float64(),
     "purpose message": pa.string(),
     "start_time end_time": pa.timestamp("us", tz="UTC"),
