@@ -242,7 +242,9 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
         while column in table.column_names:
             column = f"metrics.{column}"
         found = [record.metrics.get(name) for record in records]
-        table = table.append_column(column, pa.array(found, pa.float64()))
+        # Arrow refuses whole numbers that a float rounds.
+        rounded = [None if value is None else float(value) for value in found]
+        table = table.append_column(column, pa.array(rounded, pa.float64()))
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink)
     return bytes(sink.getvalue().to_pybytes())
@@ -273,7 +275,8 @@ def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
             return pa.array(values, kind)
     except (pa.ArrowException, ValueError, OverflowError):
         pass
-    return pa.array(map(json.dumps, values), pa.string())
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
 
 
 def _encodable(text: str) -> str:
