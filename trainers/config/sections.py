@@ -49,7 +49,7 @@ Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
 
 _LESS_IS_BETTER = """
-    loss error error_rate top1_error top5_error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse mean_absolute_error
+    loss total_loss mse_loss l1_loss ce_loss bce_loss kl_loss error error_rate top1_error top5_error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse mean_absolute_error
     mean_squared_error root_mean_squared_error mean_squared_log_error root_mean_squared_log_error median_absolute_error
     mean_absolute_percentage_error mean_poisson_deviance mean_gamma_deviance max_error log_loss nll nllloss bce ce kl
     kld cross_entropy kl_divergence divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char
@@ -69,15 +69,17 @@ _MORE_IS_BETTER = """
     likelihood log_likelihood loglik elbo bleu bleu_score sacrebleu rouge rougel rougelsum meteor chrf cider spice
     bertscore ndcg mrr hit_rate hits exact_match em psnr ssim msssim ms_ssim snr sdr sisdr si_sdr stoi pesq similarity
     correlation pearson spearman kendall pearsonr spearmanr concordance silhouette calinski_harabasz ari nmi
-    inception_score clip_score reward return win_rate success success_rate samples_per_s samples_per_second
+    inception_score clip_score reward episode_reward_mean return win_rate success success_rate samples_per_s samples_per_second
     tokens_per_s tokens_per_second throughput
 """
 _KNOWN: dict[str, Mode] = {
-    **dict.fromkeys(_LESS_IS_BETTER.split(), "min"),
-    **dict.fromkeys(_MORE_IS_BETTER.split(), "max"),
+    **dict.fromkeys(_LESS_IS_BETTER.replace("_", "").split(), "min"),
+    **dict.fromkeys(_MORE_IS_BETTER.replace("_", "").split(), "max"),
 }
-_SPLIT = re.compile(r"^(train|val|valid|validation|test|eval|dev)[_/]")
-"""In front of a name."""
+_SPLIT = re.compile(
+    r"^((train|val|valid|validation|test|eval|dev)[_/])?(binary|multiclass|multilabel)?"
+)
+"""In front of a name; torchmetrics' classes begin with their kind of task."""
 _NUMBER = re.compile(r"(_at_|[@_])?\d+$")
 """At its end: acc1, rouge2, ndcg@10."""
 
@@ -89,11 +91,14 @@ def direction_of(metric: str) -> Mode | None:
     `neg_` is in front of losses whose sign it has turned.
     """
     name = _SPLIT.sub("", metric.lower())
-    bare = _NUMBER.sub("", name)
-    known = _KNOWN.get(name) or _KNOWN.get(bare)
-    if known is None and _KNOWN.get(name.removeprefix("neg_")) == "min":
+    known = _known(name) or _known(_NUMBER.sub("", name))
+    if known is None and _known(name.removeprefix("neg_")) == "min":
         return "max"
     return known
+
+
+def _known(name: str) -> Mode | None:
+    return _KNOWN.get(name.replace("_", ""))
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
