@@ -90,15 +90,6 @@ def test_iterating_it_is_torchs_distributed_sampler(n, workers, drop_last, shuff
             assert len(ours) == len(torchs)
 
 
-def test_a_dataset_without_length_is_refused():
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self):
-            return iter(range(4))
-
-    with pytest.raises(TypeError):
-        StepSampler(Stream(), global_batch_size=4)
-
-
 @pytest.mark.parametrize(
     ("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)]
 )

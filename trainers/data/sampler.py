@@ -12,7 +12,7 @@ TensorDataset, the first samples of any other dataset.
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -138,13 +138,9 @@ class StepSampler(DistributedSampler[int]):
             drawn: Orders that steps are dealt out of instead; they may give a sample
                 twice, or never.
         """
-        if not isinstance(dataset, Sized):
-            raise TypeError(
-                "the training dataset has no length: Paceline needs a map-style dataset (`__len__`)"
-            )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.drawn = drawn
-        self.length = len(dataset) if drawn is None else drawn.length
+        self.length = len(dataset) if drawn is None else drawn.length  # type: ignore[arg-type]
         self.of_stream = False
         """Whether samples are dealt out as they come, over the length of the run."""
         self.batches = BatchSchedule(global_batch_size, self.length, drop_last)

@@ -98,10 +98,10 @@ class PrecisionSpec:
 
         `auto` chooses channels last for models with convolutions on CUDA.
         """
-        images = any(parameter.ndim == 4 for parameter in model.parameters())
-        is_best = images and device.type == "cuda"
-        chosen = is_best if wanted == "auto" else wanted
-        return replace(self, channels_last=chosen)
+        if wanted == "auto":
+            images = any(parameter.ndim == 4 for parameter in model.parameters())
+            wanted = images and device.type == "cuda"
+        return replace(self, channels_last=wanted)
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Convert a model to this row's format and layout, and layers to float8.

@@ -152,7 +152,8 @@ class Snapshot:
     def _take_array(self, array: Any, name: str) -> None:
         is_plain = array.dtype != object and array.flags.writeable
         if is_plain and self._affordable(array.nbytes):
-            self._record(array, name, _bytes, _set_bytes)
+            self._undo.append(functools.partial(np.copyto, array, array.copy()))
+            self.changes.hold(name, array, _bytes, self._is_beside)
 
     def _take_container(self, container: Any, name: str) -> None:
         self._record(container, name, _items, _refill)
@@ -317,10 +318,6 @@ def _digest(get_state: Callable[[], Any]) -> dict[str, str]:
 
 def _bytes(array: Any) -> dict[str, bytes]:
     return {"": array.tobytes()}
-
-
-def _set_bytes(array: Any, before: dict[str, bytes]) -> None:
-    array[...] = np.frombuffer(before[""], array.dtype).reshape(array.shape)
 
 
 def _slots(value: Any) -> dict[str, Any]:
