@@ -11,9 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
-
-from pydantic import Field, FiniteFloat
+from typing import Any
 
 from trainers.config.model import Tree
 from trainers.config.sections import (
@@ -38,19 +36,19 @@ Figures = Mapping[str, float]
 class FileEntry:
     """A file of a checkpoint."""
 
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`."""
 
-    step: Annotated[int, Field(ge=0, lt=10**12)]
-    world_size: Annotated[int, Field(ge=1)]
+    step: int
+    world_size: int
     files: dict[str, FileEntry]
     """The checkpoint's files, by name."""
-    metrics: dict[str, FiniteFloat] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty.
 
     Only finite ones.
