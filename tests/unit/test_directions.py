@@ -83,7 +83,6 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
         ("{target: {val_loss: 0.3}, mode: max}", "mode"),
         ("target: {val_loss: 0.3, mode: max}", "max"),
         ("{metric: val_topk, mode: max, target: {val_topk: 0.3}}", "max"),
-        ("{metric: val_topk, mode: max, target: {val_topk: 0.3, mode: min}}", "target"),
         ("{metric: val_loss, mode: max, target: {val_loss: 0.3}}", "max"),
         ("{metric: val_topk, mode: max, target: {val_loss: 0.3}}", "min"),
         ("{metric: val_loss, target: {mode: max}}", "target"),

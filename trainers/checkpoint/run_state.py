@@ -54,7 +54,6 @@ _SHARD_BYTES = 1 << 28
 takes one rank about a second to write. Only the model's size counts: what an optimizer
 holds may differ between ranks, and all must decide alike.
 """
-_LONG_WAIT_S = 1.0
 # a file beside the run's that nobody has written to for so long is a killed process's
 _LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
@@ -146,14 +145,7 @@ class Keeper:
 
     def settle(self) -> None:
         """Wait until the checkpoint being written is complete."""
-        began = time.monotonic()
         where = self.checkpoints.finish()
-        waited_s = time.monotonic() - began
-        if waited_s > _LONG_WAIT_S and self.parts.group.rank == 0:
-            logger.warning(
-                "training waited %.1f s for a checkpoint that was still being written",
-                waited_s,
-            )
         if where is not None:
             self.told(where)
 
