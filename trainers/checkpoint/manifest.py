@@ -15,8 +15,6 @@ from typing import Any
 
 from trainers.config.model import Tree
 from trainers.config.sections import (
-    CheckpointConfig,
-    EarlyStoppingConfig,
     Mode,
     check_metric,
     direction_of,
@@ -142,17 +140,10 @@ class Best:
     """The key that names the metric."""
 
     @staticmethod
-    def of(config: CheckpointConfig) -> Best | None:
-        """Return what `checkpoint.best` configures; None if it names no metric."""
-        return Best._by(config.best, config.best_mode, "checkpoint.best")
-
-    @staticmethod
-    def to_go_on(config: EarlyStoppingConfig) -> Best | None:
-        """Return what early stopping watches; None if a run never ends early."""
-        return Best._by(config.metric, config.mode, "early_stopping.metric")
-
-    @staticmethod
-    def _by(metric: str | None, mode: Mode | None, key: str) -> Best | None:
+    def of(
+        metric: str | None, mode: Mode | None, key: str = "checkpoint.best"
+    ) -> Best | None:
+        """Return what a key names; None if it names no metric."""
         if metric is None:
             return None
         return Best(metric, (mode or direction_of(metric)) == "min", key)

@@ -92,7 +92,11 @@ class Keeper:
         self.storage = storage
         keep = config.checkpoint
         self.checkpoints = Checkpoints(
-            storage, parts.group, keep.keep, Best.of(keep), config.tree()
+            storage,
+            parts.group,
+            keep.keep,
+            Best.of(keep.best, keep.best_mode),
+            config.tree(),
         )
         named = dict(parts.model.named_parameters(remove_duplicate=False))
         self._frozen = {
