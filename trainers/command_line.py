@@ -27,7 +27,6 @@ from trainers.config.yaml import parse_typed
 from trainers.errors import (
     MISSING,
     ConfigError,
-    ConfigErrors,
     PacelineError,
     did_you_mean,
     first_line,
@@ -110,11 +109,7 @@ class Command:
                 self._give(given, name, text)
             else:
                 overrides[key] = parse_typed(text, f"{_SOURCE}, --{key}")
-        try:
-            built = build(self.model, given, _SOURCE)
-        except ConfigError as error:
-            errors = getattr(error, "errors", [error])
-            raise ConfigErrors([self._as_typed(wrong) for wrong in errors]) from None
+        built = build(self.model, given, _SOURCE)
         values = {name: getattr(built, name) for name in self.model.model_fields}
         if self.tells:
             values["output"] = Output(values.pop("quiet"), values.pop("as_json"))
@@ -165,14 +160,6 @@ class Command:
                 parts[index] = name
                 model = child_model(model, name)
         return ".".join(parts)
-
-    def _as_typed(self, error: ConfigError) -> ConfigError:
-        """Convert an error about a parameter to one about the option or argument."""
-        name = error.field.partition("[")[0]
-        shown = self._shown(name)
-        call = f"{self.call} " if name == self.argument else ""
-        fix = f"write `{call}{shown}`"
-        return ConfigError(shown.split()[0], error.value, error.rule, fix, _SOURCE)
 
     def _shown(self, name: str) -> str:
         value = self.fields[name].title or name.upper()

@@ -325,15 +325,8 @@ def did_you_mean(
     otherwise: str,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return the fix for an unknown name: the nearest known one, else `otherwise`.
-
-    A known name that `name` begins with also counts as near (max for maximize).
-    """
-    names = list(known)
-    typed = _plain(str(name))
-    begins = [known for known in names if len(known) > 2]
-    begins = [known for known in begins if typed.startswith(_plain(known))]
-    near = nearest(typed, names) or next(iter(begins), None)
+    """Return the fix for an unknown name: the nearest known one, else `otherwise`."""
+    near = nearest(str(name), known)
     return otherwise if near is None else f"did you mean `{shown(near)}`?"
 
 

@@ -108,7 +108,8 @@ def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheck
     tensors and plain data.
     """
     trained_as = read_mapping(run, MARK)  # `config` may have another precision
-    archive = Archive(run, Best.of(config.checkpoint), trained_as)
+    keep = config.checkpoint
+    archive = Archive(run, Best.of(keep.best, keep.best_mode), trained_as)
     try:
         name = archive.choose(which)
     except CheckpointError as error:

@@ -34,7 +34,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainers.errors import (
-    CheckpointError,
     ConfigError,
     LeaseError,
     StorageError,
@@ -202,11 +201,9 @@ def _gone(storage: Storage, name: str) -> LeaseError:
 
 
 def _read(storage: Storage) -> bytes | None:
-    """Return the content of the lease; None if there is none, empty if not a file."""
+    """Return the content of the lease; None if there is none."""
     try:
         return storage.read(LEASE)
-    except CheckpointError:
-        return b""
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -263,9 +262,6 @@ def check_kept(storage: Storage, result: RunResult) -> None:
     if result.checkpoint is None:
         return
     name = Storage(result.checkpoint).name  # its run may have been moved since
-    if not re.fullmatch("step-[0-9]{12}", name):
-        where = storage.locate("result.json")
-        raise CheckpointError(f"{where} is damaged: it names no checkpoint")
     kept = storage.child("checkpoints", name)
     files = ["manifest.json"]
     if kept.exists("manifest.json"):

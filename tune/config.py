@@ -100,13 +100,8 @@ class Objective(Settings):
         malformed = len(values) != 1 or bool(modes.keys() - {"mode"})
         self.refuse_if(malformed, "target", "is not one metric and its value", fix)
         [name] = values
-        mode = self._mode_of(name)
-        given = modes.get("mode", mode)
-        check_direction("target.mode", name, given)
-        contrary = name == self.metric and given != mode
-        rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
-        fix = "leave out its mode, or set `objective.mode`"
-        self.refuse_if(contrary, "target", rule, fix)
+        mode = modes.get("mode") or self._mode_of(name)
+        check_direction("target.mode", name, mode)
 
     def _check_known_mode(self, mode: Mode) -> None:
         """Raise ConfigError where the mode of what is measured is turned round."""

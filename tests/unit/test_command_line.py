@@ -227,12 +227,12 @@ def test_keys_of_the_configuration_are_read(args, expected):
         (["--task_args.x", "!!python/object/apply:os.system [x]"], "python"),
         (
             ["--count", "2.5"],
-            "`--count` is 2.5, but must be a whole number; write `--count COUNT`.",
+            "`count` is 2.5, but must be a whole number; write a valid `count`.",
         ),
-        (["--wait-s", "soon"], '`--wait-s` is "soon", but must be a number'),
+        (["--wait-s", "soon"], '`wait_s` is "soon", but must be a number'),
         (
             ["--strict=perhaps"],
-            '`--strict` is "perhaps", but must be true or false; write `--strict`.',
+            '`strict` is "perhaps", but must be true or false',
         ),
     ],
 )

@@ -165,7 +165,6 @@ def test_its_tree_builds_it_again(changes):
         ("strategy: fspd", "fsdp"),
         ("compile: reduce_overhead", "reduce-overhead"),
         ("checkpoint: {best: val_loss, best_mode: minimum}", "min"),
-        ("checkpoint: {best: val_loss, best_mode: maximize}", "max"),
         ("scaling: {placement_strategy: spread}", "SPREAD"),
     ],
 )

@@ -63,8 +63,8 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
             assert raised.value.field == key
             assert f"`{key}: min`" in raised.value.fix
         return
-    kept = Best.of(CheckpointConfig(best=metric, best_mode=mode))
-    improved = Best.to_go_on(EarlyStoppingConfig(metric=metric, mode=mode, patience=1))
+    kept = Best.of(metric, mode)
+    improved = Best.of(metric, mode, "early_stopping.metric")
     for goal in (kept, improved):
         assert goal.improves({metric: 0.0}, 1.0) is (expected == "min")
         assert goal.improves({metric: 2.0}, 1.0) is (expected == "max")
@@ -83,7 +83,6 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
         ("{target: {val_loss: 0.3}, mode: max}", "mode"),
         ("target: {val_loss: 0.3, mode: max}", "max"),
         ("{metric: val_topk, mode: max, target: {val_topk: 0.3}}", "max"),
-        ("{metric: val_topk, mode: max, target: {val_topk: 0.3, mode: min}}", "target"),
         ("{metric: val_loss, mode: max, target: {val_loss: 0.3}}", "max"),
         ("{metric: val_topk, mode: max, target: {val_loss: 0.3}}", "min"),
         ("{metric: val_loss, target: {mode: max}}", "target"),

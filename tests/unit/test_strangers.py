@@ -61,9 +61,6 @@ STATES = {
     ),
     "no weight": lambda state: state["model"].pop("0.weight"),
     "another step": lambda state: state["position"].update(step=9),
-    "a time that is endless": lambda state: state["position"].update(
-        train_time_s=float("nan")
-    ),
     "metrics that are text": lambda state: state["position"].update(
         metrics={"train_loss": "low"}
     ),

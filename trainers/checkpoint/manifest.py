@@ -11,14 +11,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
-
-from pydantic import Field, FiniteFloat
+from typing import Any
 
 from trainers.config.model import Tree
 from trainers.config.sections import (
-    CheckpointConfig,
-    EarlyStoppingConfig,
     Mode,
     check_metric,
     direction_of,
@@ -38,19 +34,19 @@ Figures = Mapping[str, float]
 class FileEntry:
     """A file of a checkpoint."""
 
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`."""
 
-    step: Annotated[int, Field(ge=0, lt=10**12)]
-    world_size: Annotated[int, Field(ge=1)]
+    step: int
+    world_size: int
     files: dict[str, FileEntry]
     """The checkpoint's files, by name."""
-    metrics: dict[str, FiniteFloat] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty.
 
     Only finite ones.
@@ -144,17 +140,10 @@ class Best:
     """The key that names the metric."""
 
     @staticmethod
-    def of(config: CheckpointConfig) -> Best | None:
-        """Return what `checkpoint.best` configures; None if it names no metric."""
-        return Best._by(config.best, config.best_mode, "checkpoint.best")
-
-    @staticmethod
-    def to_go_on(config: EarlyStoppingConfig) -> Best | None:
-        """Return what early stopping watches; None if a run never ends early."""
-        return Best._by(config.metric, config.mode, "early_stopping.metric")
-
-    @staticmethod
-    def _by(metric: str | None, mode: Mode | None, key: str) -> Best | None:
+    def of(
+        metric: str | None, mode: Mode | None, key: str = "checkpoint.best"
+    ) -> Best | None:
+        """Return what a key names; None if it names no metric."""
         if metric is None:
             return None
         return Best(metric, (mode or direction_of(metric)) == "min", key)

@@ -48,7 +48,6 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-_LONG_WAIT_S = 1.0
 # a file beside the run's that nobody has written to for so long is a killed process's
 _LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
@@ -87,7 +86,11 @@ class Keeper:
         self.storage = storage
         keep = config.checkpoint
         self.checkpoints = Checkpoints(
-            storage, parts.group, keep.keep, Best.of(keep), config.tree()
+            storage,
+            parts.group,
+            keep.keep,
+            Best.of(keep.best, keep.best_mode),
+            config.tree(),
         )
         named = dict(parts.model.named_parameters(remove_duplicate=False))
         self._frozen = {
@@ -140,14 +143,7 @@ class Keeper:
 
     def settle(self) -> None:
         """Wait until the checkpoint being written is complete."""
-        began = time.monotonic()
         where = self.checkpoints.finish()
-        waited_s = time.monotonic() - began
-        if waited_s > _LONG_WAIT_S and self.parts.group.rank == 0:
-            logger.warning(
-                "training waited %.1f s for a checkpoint that was still being written",
-                waited_s,
-            )
         if where is not None:
             self.told(where)
 

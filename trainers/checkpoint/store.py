@@ -196,16 +196,11 @@ class Archive:
         Raises CheckpointError if there is none.
         """
         if which in ("newest", "best"):
-            if which == "best" and self.best is None:
-                rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
-                raise CheckpointError(
-                    f"no checkpoint of {self.storage.parent.uri} {rule}"
-                )
             found = self.newest() if which == "newest" else self.best_name()
             if found is None:
-                evaluated = " of an evaluated step" if which == "best" else ""
+                words = "a best one needs `checkpoint.best` and an evaluated step"
                 raise CheckpointError(
-                    f"there is no complete checkpoint{evaluated} in {self.storage.uri}"
+                    f"there is no complete checkpoint in {self.storage.uri}; {words}"
                 )
             return found
         step = which.removeprefix("step-")

@@ -7,11 +7,10 @@ written is a run's state. Whether it fits, torch says as it loads it.
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from trainers.errors import CheckpointError
@@ -23,16 +22,15 @@ State = dict[str, Any]
 """A state_dict, or a part of one."""
 Place = tuple[Any, ...]
 """The keys that lead to a part of nested data."""
-_Count = Annotated[int, Field(ge=0, lt=10**12)]
 
 
 @dataclass(frozen=True)
 class StreamPlace:
     """A stream's own state, from which trainers/data/stream.py can resume."""
 
-    row: _Count
-    passes: _Count
-    in_pass: _Count
+    row: int
+    passes: int
+    in_pass: int
     state: Any
     next: list[str]
     trail: str = ""
@@ -43,15 +41,15 @@ class StreamPlace:
 class Position:
     """Where a run was when it wrote a checkpoint."""
 
-    step: _Count
-    global_batch_size: Annotated[int, Field(ge=1)]
-    train_samples: Annotated[int, Field(ge=0)]
+    step: int
+    global_batch_size: int
+    train_samples: int
     """0 for a stream, whose length is unknown."""
-    train_time_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    train_time_s: float
     metrics: dict[str, float]
     """Values may be non-finite: an evaluation may have diverged."""
-    evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
-    total_steps: _Count = 0
+    evaluated_step: int
+    total_steps: int = 0
     order: str = ""
     """The name of the order of samples in its epoch."""
     samples: str = ""
@@ -62,15 +60,13 @@ class Position:
     """The state of early stopping; empty in runs without it."""
     stream: StreamPlace | None = None
     """A stream's own state, if it has an exact one."""
-    stream_mark: tuple[_Count, str] | None = None
+    stream_mark: tuple[int, str] | None = None
     """Digest of a stream's samples up to a row."""
-    batch_sizes: list[
-        tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]
-    ] = field(default_factory=list)
+    batch_sizes: list[tuple[int | None, int]] = field(default_factory=list)
     """The sizes of a batch schedule; empty if the size does not change."""
     reported: list[dict[str, float]] = field(default_factory=list)
     """Evaluations of a run that stores nothing else."""
-    window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
+    window: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sums of losses since the last window of the log, each with its number of steps;
     empty if a regular window ended here.
     """

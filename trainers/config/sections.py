@@ -310,13 +310,6 @@ class DataConfig(Settings):
     memory.
     """
 
-    @model_validator(mode="after")
-    def _resident_has_no_workers(self) -> Self:
-        unused = self.resident is True and self.num_workers > 0
-        rule = "has no effect with resident data"
-        self.refuse_if(unused, "num_workers", rule, "remove it")
-        return self
-
 
 class ScalingConfig(Settings):
     """Workers and what each of them gets."""

@@ -294,16 +294,10 @@ class TrainConfig(Settings):
         launcher = self.launcher
         workers = self.scaling.max_workers
         elastic = isinstance(self.scaling.num_workers, list)
-        by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures = compiled in CAPTURING
-        num_workers = "scaling.num_workers"
-        by_worker = elastic and self.batch_size_per_worker is not None
-        moves = strategy in ("fsdp", "dp")
         again = self.activation_checkpointing != "none"
         ddp = "set `strategy: ddp`"
         default = "set `compile: default`"
-        spawn = "set `launcher: spawn` or `launcher: ray`"
-        total = "set `global_batch_size`"
         for condition, key, rule, fix in (
             (
                 workers > 1 and strategy in ("none", "dp"),
@@ -318,7 +312,8 @@ class TrainConfig(Settings):
                 ddp,
             ),
             (
-                by_blocks and strategy == "fsdp",
+                strategy == "fsdp"
+                and self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8"),
                 "optimizer.name",
                 "has blocks that shards would cut",
                 "set `name: adamw`",
@@ -356,28 +351,34 @@ class TrainConfig(Settings):
             ),
             (
                 self.cuda_graphs is True
-                and (captures or again or moves or off_cuda or workers > 1),
+                and (
+                    captures
+                    or again
+                    or off_cuda
+                    or workers > 1
+                    or strategy in ("fsdp", "dp")
+                ),
                 "cuda_graphs",
                 "needs one CUDA worker with its replica, and neither activation_checkpointing nor graphs of `compile`",
                 "set `cuda_graphs: false`",
             ),
             (
                 workers > 1 and launcher == "local",
-                num_workers,
+                "scaling.num_workers",
                 "must be 1 with `launcher: local`",
-                spawn,
+                "set `launcher: spawn` or `launcher: ray`",
             ),
             (
                 elastic and launcher != "ray",
-                num_workers,
+                "scaling.num_workers",
                 "is elastic, which needs Ray",
                 "set `launcher: ray`",
             ),
             (
-                by_worker,
+                elastic and self.batch_size_per_worker is not None,
                 "batch_size_per_worker",
                 "has no fixed meaning with elastic workers",
-                total,
+                "set `global_batch_size`",
             ),
         ):
             self.refuse_if(condition, key, rule, fix)

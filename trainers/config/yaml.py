@@ -37,8 +37,6 @@ _CORE_SCHEMA = {
 class _Loader1_1(yaml.SafeLoader):  # noqa: N801
     """PyYAML's safe loader with limits, which refuses a key that stands twice."""
 
-    keys: tuple[type, ...] = (str,)
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._seen: set[int] = set()
@@ -58,8 +56,6 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
             if key_node.tag == f"{_YAML}merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, self.keys):
-                _refuse(key_node, "is a key that is no word", "write it in quotes")
             if key in keys:
                 rule = f"is the key `{key}`, which stands twice in one mapping"
                 _refuse(key_node, rule, "remove one")
@@ -70,7 +66,6 @@ class _Loader1_2(_Loader1_1):  # noqa: N801
     """The same with the YAML 1.2 core schema."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML copies it)
-    keys = (str, int, float, type(None))  # of a user's own mapping
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         """`017` is 17, other than in YAML 1.1."""
@@ -117,14 +112,6 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Quote and escape text in which a YAML 1.1 reader would see a line break."""
-        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-        return self.represent_scalar(f"{_YAML}str", text, style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -37,7 +37,8 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         """Without a metric a run never ends early."""
-        self.goal = Best.to_go_on(config)
+        key = "early_stopping.metric"
+        self.goal = Best.of(config.metric, config.mode, key)
         self._patience = config.patience or 0
         self._best: float | None = None
         self._best_step = 0
@@ -104,7 +105,8 @@ class Attempt:
         self.watchdog = watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs is True
         self.stopping = EarlyStopping(config.early_stopping)
-        self._goals = (Best.of(config.checkpoint), self.stopping.goal)
+        keep = config.checkpoint
+        self._goals = (Best.of(keep.best, keep.best_mode), self.stopping.goal)
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None
