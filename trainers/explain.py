@@ -614,6 +614,7 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
     tree = override(TrainConfig, config.tree(), changes)
     own_workers = launcher != "ray"
     spec = make_spec(tree, subject.location, subject.directory, own_workers)
+    assert isinstance(spec, RunSpec)
     return replace(spec, quiet=True)
 
 
