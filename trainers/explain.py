@@ -37,7 +37,7 @@ from trainers.launch.process import end_at_once
 from trainers.launch.spec import Answer, Job, RunSpec, make_spec, open_run, read_file
 from trainers.loop.build import build_replica
 from trainers.measure.clock import WARMUP_STEPS
-from trainers.measure.figures import findings, student_t95
+from trainers.measure.figures import findings, student_t
 from trainers.measure.result import Pauses, RunResult
 from trainers.model.optimizer import optimizers_of
 from trainers.model.sharding import is_sharded
@@ -362,7 +362,7 @@ class Gain(Answer):
         logs = [math.log(new / old) for old, new in zip(old_s, new_s, strict=True)]
         mean = statistics.fmean(logs)
         error = statistics.stdev(logs) / math.sqrt(len(logs))
-        half = student_t95(len(logs) - 1) * error
+        half = student_t(len(logs) - 1, 0.975) * error
         low = 1 - math.exp(mean + half)
         high = 1 - math.exp(mean - half)
         return Gain(1 - math.exp(mean), low, high)
@@ -537,9 +537,9 @@ class Explanation:
     uri: str
     shares: Shares
     """Of the run's time, by part; they add up to 1."""
-    causes: list[Cause] = field(default_factory=list)
+    causes: list[Cause]
     """The largest share first."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """What the ranks' own figures show, and why there is no profile."""
 
     def __str__(self) -> str:
@@ -614,6 +614,7 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
     tree = override(TrainConfig, config.tree(), changes)
     own_workers = launcher != "ray"
     spec = make_spec(tree, subject.location, subject.directory, own_workers)
+    assert isinstance(spec, RunSpec)
     return replace(spec, quiet=True)
 
 

@@ -417,6 +417,7 @@ def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
             tree = override(TrainConfig, tree, {"launcher": "local"})
     directory = Path(run.path) if run.is_local else None
     spec = make_spec(tree, source, directory, own_workers=world_size is None)
+    assert isinstance(spec, RunSpec)
     return replace(spec, uri=run.uri)
 
 

@@ -58,7 +58,6 @@ def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path):
     assert (
         "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
     )
-    assert (tmp_path / "memory" / "rank-0-snapshot.pickle").stat().st_size > 0
 
 
 @pytest.mark.real_gpu("nvml")

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from trainers.config.model import Settings, Tree, build, plain
+from trainers.config.model import Settings, Tree, build
 from trainers.config.sections import (
     Place,
     Restarts,
@@ -164,10 +164,6 @@ class FunctionConfig(Settings):
             for path, value in self._flat.items()
             if path not in sizes and not isinstance(value, float)
         }
-
-    def tree(self) -> Tree:
-        """Return plain data that `FunctionConfig` reads back, without empty keys."""
-        return plain(self)
 
 
 def _is_count(value: Any) -> bool:

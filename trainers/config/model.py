@@ -84,25 +84,24 @@ class Settings(BaseModel):
             value = _plain_value(attrgetter(key)(self))
             raise ConfigError(key, MISSING if value is None else value, rule, fix)
 
-
-def plain(settings: Settings) -> Tree:
-    """Return plain data that builds the same settings again, without empty keys."""
-    tree: Tree = {}
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        shown = _plain_value(value)
-        # A section without any: as in files of a version that did not have it.
-        is_bare = shown == {} and isinstance(value, Settings)
-        if value is not None and not is_bare:
-            tree[field.alias or name] = shown
-    return tree
+    def tree(self) -> Tree:
+        """Return plain data that builds the same settings again, without empty keys."""
+        tree: Tree = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            shown = _plain_value(value)
+            # A section without any: as in files of a version that did not have it.
+            is_bare = shown == {} and isinstance(value, Settings)
+            if value is not None and not is_bare:
+                tree[field.alias or name] = shown
+        return tree
 
 
 def _plain_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain_value(part) for part in value]
     if isinstance(value, Settings):
-        return plain(value)
+        return value.tree()
     return copy.deepcopy(value)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 import trainers.config.sections as sections
-from trainers.config.model import Settings, Tree, example, plain
+from trainers.config.model import Settings, Tree, example
 from trainers.config.sections import (
     AutoOrBool,
     Count,
@@ -438,7 +438,3 @@ class TrainConfig(Settings):
         """The trackers that follow the run; the run writes TensorBoard itself."""
         trackers = chosen(self.tracking)
         return [each for each in trackers if each.tracker != "tensorboard"]
-
-    def tree(self) -> Tree:
-        """Plain data that `TrainConfig` reads back; keys without a value are left out."""
-        return plain(self)

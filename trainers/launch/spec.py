@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from trainers.config.function import FunctionConfig, kind_of
+from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import Tree, build, override
 from trainers.config.sections import ScalingConfig
 from trainers.config.train import TrainConfig
@@ -233,61 +233,42 @@ def run_with(
     overrides: Mapping[str, Any],
     world_size: int | None,
 ) -> RunSpec | FunctionSpec:
-    """Set dotted keys in a mapping, and check it by the function for its kind.
-
-    That is `make_function_spec` for a training function, and otherwise `make_spec`.
-    """
+    """Set dotted keys in a mapping, and check it; see `make_spec`."""
     kind = kind_of(tree)
     tree = override(kind, tree, overrides)
-    if kind is FunctionConfig:
-        return make_function_spec(tree, source, directory)
-    if world_size is not None:
+    is_torchruns = world_size is not None and kind is TrainConfig
+    if is_torchruns:
         torchruns = {"scaling.num_workers": world_size, "launcher": "spawn"}
         tree = override(TrainConfig, tree, torchruns)
-    return make_spec(tree, source, directory, own_workers=world_size is None)
-
-
-def make_function_spec(
-    tree: Tree, source: str, directory: Path | None, own_workers: bool = True
-) -> FunctionSpec:
-    """Check a training function's mapping, as `make_spec` checks a run's."""
-    config = build(FunctionConfig, tree, source)
-    if own_workers and not os.environ.get("RAY_ADDRESS"):
-        check_machine(config.scaling, source)
-    path, uri = _places(config, "train_func", source, directory)
-    return FunctionSpec(config.tree(), path, source, uri)
+    return make_spec(tree, source, directory, own_workers=not is_torchruns)
 
 
 def make_spec(
     tree: Tree, source: str, directory: Path | None, own_workers: bool = True
-) -> RunSpec:
-    """Check a run's mapping from `source`; relative names are relative to `directory`.
+) -> RunSpec | FunctionSpec:
+    """Check a mapping of a task's run, or of a training function's, from `source`.
 
-    With `own_workers`, the workers will be started on this machine, and must fit;
-    torchrun's are already running, on any machine.
+    Relative names are relative to `directory`. With `own_workers`, the workers will be
+    started on this machine, and must fit; torchrun's are already running, on any
+    machine.
     """
-    config = build(TrainConfig, tree, source)
-    on_cluster = config.launcher == "ray" and os.environ.get("RAY_ADDRESS")
-    if own_workers and not on_cluster:
+    config = build_run(tree, source)
+    key = "train_func"
+    on_ray = True
+    if isinstance(config, TrainConfig):
+        key = "task"
+        on_ray = config.launcher == "ray"
+        config = config.with_global_batch()
+    if own_workers and not (on_ray and os.environ.get("RAY_ADDRESS")):
         check_machine(config.scaling, source)
-    path, uri = _places(config, "task", source, directory)
-    return RunSpec(config.with_global_batch().tree(), path, source, uri)
-
-
-def _places(
-    config: TrainConfig | FunctionConfig,
-    key: str,
-    source: str,
-    directory: Path | None,
-) -> tuple[tuple[str, ...], str]:
-    """Return the directories of the module that `key` names, and the run's URI."""
-    named = getattr(config, key)
-    path = task_path(named, config.task_dir, directory, source, key)
+    path = task_path(getattr(config, key), config.task_dir, directory, source, key)
     try:
         place = Storage(storage_uri(config.storage_path))
     except ConfigError as error:
         raise error.at(source) from error
-    return tuple(portable(path)), place.child(config.name).uri
+    kind = RunSpec if isinstance(config, TrainConfig) else FunctionSpec
+    uri = place.child(config.name).uri
+    return kind(config.tree(), tuple(portable(path)), source, uri)
 
 
 def check_machine(scaling: ScalingConfig, source: str) -> None:

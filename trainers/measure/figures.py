@@ -235,7 +235,7 @@ class StepTimes:
         if count < 2:
             return 0.0
         means = [stretch.time_s / stretch.steps for stretch in stretches]
-        return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
+        return student_t(count - 1, 0.975) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
         """Return the time lost to standstills after the first `skip` steps.
@@ -287,11 +287,6 @@ def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
         if stretch.step_s > _OUTLYING * step_s
         and stretch.sample_s > _OUTLYING * sample_s
     ]
-
-
-def student_t95(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t."""
-    return student_t(freedom, 0.975)
 
 
 def student_t(freedom: int, level: float) -> float:

@@ -211,28 +211,18 @@ def save_memory_report(
 ) -> None:
     """Save what the GPU's memory contained when `error` ended the run.
 
-    Does nothing for other errors and other devices.
-
-    Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz,
-    `memory/rank-N-snapshot.pickle`. Without storage (a trial of a sweep) the summary is
-    logged at debug level. Never raises: the error itself matters more.
+    Does nothing for other errors and other devices, nor without storage (a trial of a
+    sweep). Never raises: the error itself matters more.
     """
-    if device.type != "cuda" or classify(error) != "out_of_memory":
+    is_full = device.type == "cuda" and classify(error) == "out_of_memory"
+    if not is_full or storage is None:
         return
+    directory = storage.child("memory")
+    name = f"rank-{rank}-summary.txt"
     try:
-        summary = torch.cuda.memory_summary(device)
-        if storage is None:
-            logger.debug("memory of rank %d when it ran out\n%s", rank, summary)
-            return
-        directory = storage.child("memory")
-        names = f"rank-{rank}-summary.txt", f"rank-{rank}-snapshot.pickle"
-        directory.write(names[0], summary.encode())
-        with tempfile.TemporaryDirectory() as aside:
-            snapshot = Path(aside, names[1])
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            directory.copy(snapshot, names[1])
-    except (StorageError, OSError, RuntimeError) as failure:
+        directory.write(name, torch.cuda.memory_summary(device).encode())
+    except (StorageError, RuntimeError) as failure:
         logger.warning("no memory report of rank %d: %s", rank, failure)
         return
-    words = "rank %d ran out of memory; what lay in it: %s, and %s for https://pytorch.org/memory_viz"
-    logger.warning(words, rank, *map(directory.locate, names))
+    words = "rank %d ran out of memory; what lay in it: %s"
+    logger.warning(words, rank, directory.locate(name))

@@ -92,15 +92,11 @@ class RunLog:
                     _extend(self._events, events_name(step), encode_events(taken))
             self._is_writing = False
             if self._is_followed:
-                names = self._live.names()
                 last = f"{step:012d}.jsonl"
                 # Training may be ahead of a part that is written in the background.
-                for old in (
-                    [""]
-                    if names and names[-1] <= last
-                    else [name for name in names if name <= last]
-                ):
-                    self._live.delete(old)
+                for name in self._live.names():
+                    if name <= last:
+                        self._live.delete(name)
 
         return write
 

@@ -106,12 +106,13 @@ def _start_embedded(show_workers: bool) -> None:
 
 
 def _init_embedded(show_workers: bool) -> None:
+    # Ray warns of its own default, a token; `_tell_dashboard` says where that is.
+    logging.getLogger(TOKEN_LOGGER).setLevel(logging.ERROR)
     before = keep_on_loopback(True)
     try:
         # Its processes inherit the environment.
         with (
             _keeping_sigterm(),
-            _without_token_warning(),
             cluster_environment(),
             without_extras(show_workers),
         ):
@@ -194,21 +195,6 @@ def _show_dashboard_later(
 def _tell_dashboard(address: str | None, log: logging.Logger) -> None:
     if address:
         log.info("dashboard: http://%s%s", address, where_the_token_is())
-
-
-@contextlib.contextmanager
-def _without_token_warning() -> Iterator[None]:
-    """Suppress Ray's warning that, by its own default, a cluster has a token.
-
-    `_tell_dashboard` says where the token is.
-    """
-    logger = logging.getLogger(TOKEN_LOGGER)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -332,7 +332,8 @@ class Delivery:
         # start has the run
         self._note()
         parent = self._sent[""].run if history.key else None
-        about = (
+        tracked = TrackedRun(
+            sent.id,
             history.key,
             history.name,
             history.kind,
@@ -340,7 +341,7 @@ class Delivery:
             history.tags,
             parent,
         )
-        run = sink.start(TrackedRun(sent.id, *about))
+        run = sink.start(tracked)
         if run != sent.run:
             sent.run = run
             sent.last = {}

@@ -14,7 +14,6 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -24,7 +23,6 @@ import ray
 import ray.train.collective
 from ray.util.queue import Empty
 
-from trainers.config.model import Tree
 from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.worker_group import listen, own_gpu, own_ranks
 from tune.forks.assignment import Place
@@ -39,11 +37,9 @@ from tune.ray_internals import (
     ThreadRunner,
     TrainContext,
     Worker,
-    WorkerGroup,
     WorkerGroupPollStatus,
     WorkerGroupState,
     WorkerStatus,
-    bundle_to_remote_args,
     get_session,
     get_train_context,
     get_train_fn_utils,
@@ -185,40 +181,6 @@ def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket
     return Place(*ranks, own_gpu(), host, port, backend, timeout_s), files
 
 
-def shape_of(
-    scaling: Any,
-    runtime_env: Any = None,
-    num_workers: int | None = None,
-    labels: Any = None,
-) -> Shape:
-    """Return the shape of the lanes on which a TorchTrainer with this scaling runs.
-
-    `num_workers` is the current number of workers; if it is not given, the least number
-    that the scaling allows is used.
-    """
-    if num_workers is None:
-        num_workers = scaling.num_workers
-    if isinstance(num_workers, tuple):
-        num_workers = min(num_workers)
-    return Shape(
-        int(num_workers),
-        tuple(sorted(scaling._resources_per_worker_not_none.items())),
-        scaling.placement_strategy,
-        tuple(tuple(sorted(label.items())) for label in labels or []),
-        json.dumps(
-            dict(WorkerGroup._get_worker_runtime_env(runtime_env or {})), sort_keys=True
-        ),
-    )
-
-
-def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> Tree:
-    """Return the options with which Ray starts a worker's actor."""
-    return {
-        "runtime_env": json.loads(runtime_env),
-        **bundle_to_remote_args(dict(resources)),
-    }
-
-
 def is_dead(actor: str) -> bool:
     """Return whether an actor is dead and will not be restarted."""
     return actor_record(actor).get("State") == "DEAD"
@@ -255,11 +217,15 @@ class LaneGroup(OwnGroup):
     def _start(self) -> None:
         wanted = self._worker_group_context
         run = self._train_run_context
-        shape = shape_of(
-            run.scaling_config,
-            run.run_config.worker_runtime_env,
+        scaling: Any = run.scaling_config
+        env = self._get_worker_runtime_env(run.run_config.worker_runtime_env or {})
+        labels = wanted.label_selector or []
+        shape = Shape(
             wanted.num_workers,
-            wanted.label_selector,
+            tuple(sorted(scaling._resources_per_worker_not_none.items())),
+            scaling.placement_strategy,
+            tuple(tuple(sorted(label.items())) for label in labels),
+            json.dumps(dict(env), sort_keys=True),
         )
         borrower = ray.get_runtime_context().get_actor_id()
         self.loan = ray.get(self.pool.borrow.remote(shape, borrower))

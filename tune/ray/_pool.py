@@ -7,6 +7,7 @@ the lane's workers does not answer then, the pool ends the lane.
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import time
@@ -22,8 +23,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tune.ray._controller import LaneWorker, Shape, is_dead, worker_options
-from tune.ray_internals import make_barrier
+from tune.ray._controller import LaneWorker, Shape, is_dead
+from tune.ray_internals import bundle_to_remote_args, make_barrier
 
 if TYPE_CHECKING:
     from tune.ray_internals import ActorMetadata
@@ -108,8 +109,9 @@ def start_workers(
     Returns:
         The handles of their actors.
     """
-    options = worker_options(shape.resources, shape.runtime_env)
-    actor: Any = ray.remote(**options)(LaneWorker)
+    options = bundle_to_remote_args(dict(shape.resources))
+    env = json.loads(shape.runtime_env)
+    actor: Any = ray.remote(runtime_env=env, **options)(LaneWorker)
     workers = []
     for index in range(shape.num_workers):
         place = PlacementGroupSchedulingStrategy(group, index)

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.measure.figures import student_t, student_t95
+from trainers.measure.figures import student_t
 from tune.config import TO_TARGET, Objective, SweepConfig
 from tune.trials.record import (
     APART,
@@ -408,7 +408,7 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
         squares += sum((lap.log_s - mean) ** 2 for lap in laps)
     if not groups:
         return []
-    width = student_t95(REPEATS_WEIGHT + num_free) * _pooled(squares, num_free)
+    width = student_t(REPEATS_WEIGHT + num_free, 0.975) * _pooled(squares, num_free)
     groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
     return [
         _final(standing, record, runs, laps, width / math.sqrt(len(laps)))

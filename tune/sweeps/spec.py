@@ -4,7 +4,6 @@ import contextlib
 import json
 import shlex
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from trainers.config.sections import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.launch.spec import (
-    FunctionSpec,
-    RunSpec,
-    make_function_spec,
     make_spec,
     read_file,
     read_mapping,
@@ -176,16 +172,16 @@ def _spec(
     # Use the first value of each swept key, since some keys may be in the space only.
     first = {key: sample_values(values)[0] for key, values in space.items()}
     base = trial_tree(given, first)
-    make: Callable[..., RunSpec | FunctionSpec] = make_spec
     try:
         if kind_of(base) is FunctionConfig:
-            make = make_function_spec
             config.check_function()
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        run = make(base | {"storage_path": uri}, train_file, directory, own_workers)
+        run = make_spec(
+            base | {"storage_path": uri}, train_file, directory, own_workers
+        )
     except ConfigError as error:
         if error.field in space:
             raise error_in_space(error, first, source) from error
