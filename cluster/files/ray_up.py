@@ -288,23 +288,8 @@ def _schema_error(error: Any, source: str) -> ConfigError:
             fix,
             source,
         )
-    if error.validator == "required":
-        missing = next(
-            key for key in error.validator_value if key not in error.instance
-        )
-        return ConfigError(
-            _join(field, missing), MISSING, "is required", f"add `{missing}`", source
-        )
-    rules = {
-        "type": f"must be of the type {error.validator_value}",
-        "minimum": f"must be at least {error.validator_value}",
-        "maximum": f"must be at most {error.validator_value}",
-        "enum": f"must be one of {error.validator_value}",
-    }
-    rule = rules.get(error.validator) or f"breaks the schema ({error.message[-160:]})"
-    options = error.validator_value if error.validator == "enum" else []
-    fix = did_you_mean(error.instance, map(str, options), _HOW_TO_WRITE)
-    return ConfigError(field or "the file", error.instance, rule, fix, source)
+    rule = f"breaks the schema ({error.message[-160:]})"
+    return ConfigError(field or "the file", MISSING, rule, _HOW_TO_WRITE, source)
 
 
 def _join(field: str, key: object) -> str:

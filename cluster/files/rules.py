@@ -261,10 +261,11 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
 
 def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
     place = head.get("RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+    end = re.sub(r"^(~|\$\{?HOME\}?)(?=/)", "", place)
     if (
         head.get("RAY_AUTH_MODE") == "token"
         and "RAY_AUTH_TOKEN" not in head
-        and not _brings(cluster, place)
+        and not any(mount.endswith(end) for mount in cluster.config["file_mounts"])
     ):
         yield error(
             "file_mounts",
@@ -304,19 +305,6 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
                 f"must let workers write to {scheme}://, which Ray arranges for the head only",
                 f"add `{key}` of an account that may use the bucket",
             )
-
-
-def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Return whether `file_mounts` brings a file to a place.
-
-    $HOME and absolute paths that end alike, such as under /root, count as `~`.
-    """
-    place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
-    mounts: list[str] = list(cluster.config["file_mounts"])
-    ends = [
-        mount for mount in mounts if mount.startswith("/") and mount.endswith(place[1:])
-    ]
-    return place in mounts or (place.startswith("~") and bool(ends))
 
 
 def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]:
@@ -413,11 +401,6 @@ def pip_arguments(command: str) -> list[str]:
     return re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command)
 
 
-def constraint_files(arguments: str) -> list[str]:
-    """Return the files and addresses that `-c` and `-r` name."""
-    return re.findall(r"(?:-c|-r|--constraint|--requirement)[\s=]+(\S+)", arguments)
-
-
 def installs(arguments: str) -> list[tuple[str, str]]:
     """Return (package, version) for Ray and torch, if installed.
 
@@ -427,7 +410,7 @@ def installs(arguments: str) -> list[tuple[str, str]]:
     found = re.findall(
         r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
     )
-    is_constrained = bool(constraint_files(arguments))
+    is_constrained = re.search(r"(?:-c|-r|--constraint|--requirement)[\s=]", arguments)
     return [
         (package, version)
         for package, version in found

@@ -3,7 +3,6 @@
 import functools
 import html
 import io
-import itertools
 import math
 import re
 import warnings
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.model import Tree
+from trainers.config.sections import direction_of
 from tune.config import TO_TARGET, SweepConfig
 from tune.report.words import (
     Trials,
@@ -483,22 +483,26 @@ def _curves(data: FigureData) -> Figure | None:
     goal = None
     if target and target.metric == metric and is_number(target.value):
         goal = target.value
-    values = [[y for _, y in points] for _, points in lines]
-    low, high = _closer(values, goal)
+    is_max = direction_of(metric) == "max"
+    values = [y for _, points in lines for _, y in points]
+    values.sort(reverse=not is_max)
+    worst = values[len(values) // 5]
     name = printable(metric)
     notes = [f"{name} at each evaluation, a line a trial."]
     canvas = Canvas(data, "curves")
     for record, points in lines:
         canvas.line(record, points, size)
-    limits: Tree = {"xlim": (0, None), "ylim": (low, high)}
-    canvas.axes.set(xlabel=f"training time, {unit}", ylabel=name, **limits)
+    canvas.axes.set(xlim=(0, None), xlabel=f"training time, {unit}", ylabel=name)
     if data.best:
         notes.append("The thick line is the best.")
     if goal is not None:
         look: Tree = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
         canvas.axes.axhline(goal, color=_FG, **look)
         notes.append("The dashed line is the target.")
-    if not all(low <= min(own) and max(own) <= high for own in values):
+        worst = min(worst, goal) if is_max else max(worst, goal)
+    if worst != values[0]:
+        limit: Tree = {"bottom" if is_max else "top": worst}
+        canvas.axes.set_ylim(**limit)
         notes.append("The worst evaluations are off the axis.")
     if not all(record.finished for record, _ in lines):
         notes.append("A cross is where a trial failed.")
@@ -524,21 +528,3 @@ def _points(record: TrialRecord, metric: str) -> Points:
         if is_number(x) and is_number(y):
             points.append((x, y))
     return points
-
-
-def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]:
-    """Return limits for a metric's axis that leave out its worst fifth of values."""
-    values = sorted(itertools.chain.from_iterable(lines))
-    fifth = len(values) // 5
-    if sum(own[-1] - own[0] for own in lines) > 0:
-        kept = values[fifth:]
-        best = kept[-1]
-    else:
-        kept = values[: len(values) - fifth]
-        best = kept[0]
-    if goal is not None:  # with some space before it, to show where lines cross it
-        kept += [goal, goal - 0.35 * (best - goal)]
-    low = min(kept)
-    high = max(kept)
-    margin = 0.05 * (high - low) or 0.05 * abs(kept[0]) or 1.0
-    return low - margin, high + margin

@@ -43,8 +43,6 @@ from tune.trials.steering import Actions
 SAVED = "sweep.yaml"
 _NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
 """Keys that may change when a sweep is resumed."""
-_AS_GIVEN = ("space", "train.task_args", "train.train_loop_config")
-"""Keys whose values reach the user's code as they are, without a type of ours."""
 
 
 class KeptConfig(SweepConfig):
@@ -294,10 +292,7 @@ def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> No
     for key in sorted(then.keys() | now.keys()):
         before = then.get(key)
         after = now.get(key)
-        is_same = before == after
-        if key in _AS_GIVEN:
-            is_same = _as_text(before) == _as_text(after)
-        if not is_same:
+        if _as_text(before) != _as_text(after):
             rule = f"differs from {before} in {uri}"
             raise ConfigError(key, after, rule, fix, source)
 
