@@ -1,7 +1,6 @@
 """Nodes and their resources: how many workers fit, and the price per hour."""
 
 import csv
-import datetime as dt
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -63,9 +62,6 @@ class Price:
     usd_per_hour: float
     spot_usd_per_hour: float | None
     """The median over the region's zones; None if unknown or not offered there."""
-    date: dt.date
-    """The day on which the price was read from the source."""
-    source: str
 
 
 def worker_slots(
@@ -190,7 +186,7 @@ def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
 
 @functools.cache
 def read_prices() -> tuple[Price, ...]:
-    """Return all rows of prices.csv, each with its source and date."""
+    """Return all rows of prices.csv."""
     with PRICES.open(newline="", encoding="utf-8") as stream:
         return tuple(
             Price(
@@ -203,8 +199,6 @@ def read_prices() -> tuple[Price, ...]:
                 spot_usd_per_hour=float(row["spot_usd_per_hour"])
                 if row["spot_usd_per_hour"]
                 else None,
-                date=dt.date.fromisoformat(row["date"]),
-                source=row["source"],
             )
             for row in csv.DictReader(stream)
         )

@@ -7,7 +7,7 @@ would cost, without starting anything.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -37,6 +37,7 @@ from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, dollars
 
+_PRICES = "Prices, with dates and sources: cluster/files/prices.csv; the dearest region's where this one has none."
 _CPUS_TO_START = 2
 """CPUs that a worker keeps busy while it and its first trial start.
 
@@ -252,7 +253,7 @@ def make_plan(
     lines = [f"{spec.config.name} on {printable(cluster.name)} ({where})"]
     lines += [f"{label:13}{words}" for label, words in rows.items()]
     if spec.config.usd_per_hour is None and not held.cost.missing:
-        lines += _remarks(cluster, held)
+        lines.append(_PRICES)
     return Forecast(lines, trials, num_ended, usd_per_hour, trial_s, time_s, usd)
 
 
@@ -294,27 +295,6 @@ def _time(time_s: float | None, budget_s: float | None) -> str:
     if budget_s is None:
         return "unknown"
     return f"unknown, at most {duration(budget_s)} by the budget"
-
-
-def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
-    """Yield a line per node type: its price, with date and source."""
-    prices = load_prices(cluster.provider, cluster.region)
-    types = []
-    for node_type in cluster.node_types:
-        if node_type.is_head or held.counts.get(node_type.name):
-            types.append(node_type)
-    for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
-        price = prices[name]
-        where = price.region
-        if where != cluster.region:
-            where += f", not of {cluster.region}"
-        spot = "none"
-        if price.spot_usd_per_hour is not None:
-            spot = f"{price.spot_usd_per_hour:g}"
-        figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
-        yield f"price of {name}: {figures} ({price.date}, {price.source})"
-    if any(node_type.spot for node_type in types):
-        yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
 
 
 def _usd(amount: float | None) -> str:
