@@ -38,12 +38,14 @@ class NodeType:
 
 @dataclass(frozen=True)
 class Cost:
-    """The price per hour of a set of nodes; a lower bound if prices are missing."""
+    """The price per hour of a set of nodes."""
 
-    usd_per_hour: float
-    """The price if spot nodes cost the on-demand price, which is their maximum."""
+    usd_per_hour: float | None
+    """The price if spot nodes cost the on-demand price, which is their maximum; None if
+    a price is missing.
+    """
     missing: tuple[str, ...] = ()
-    """Node types whose price is not known, counted as 0 in the sums."""
+    """Node types whose price is not known."""
     spot_usd_per_hour: float | None = None
     """The price if spot nodes cost their spot prices; None if there is no spot node, or
     if a spot price is not known.
@@ -157,7 +159,7 @@ def cost(
             price = spot_price or 0.0
         with_spot.append(num_nodes * price)
     return Cost(
-        math.fsum(usd_per_hour),
+        None if missing else math.fsum(usd_per_hour),
         tuple(missing),
         math.fsum(with_spot) if has_spot and is_spot_known else None,
     )

@@ -121,21 +121,8 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
             _HOW_TO_WRITE,
             source,
         )
-    # Check the file itself before Ray fills in defaults, which crashes on a wrong type.
-    shape = {
-        "cluster_name": "default",
-        "cluster_synced_files": [],
-        "max_workers": 2**31,
-        **written,
-    }
-    shape.pop("min_workers", None)
-    # Ray removes these before it validates, if they are empty.
-    for legacy in ("head_node", "worker_nodes"):
-        if not shape.get(legacy):
-            shape.pop(legacy, None)
     schema = yaml.safe_load(_SCHEMA.read_text(encoding="utf-8"))
     with _asking_ray(source):
-        check_cluster_file(shape)
         Draft202012Validator(schema).validate(_without_nulls(written))
         config = filled_in(copy.deepcopy(written))
         check_cluster_file(config)

@@ -29,7 +29,9 @@ from trainers.storage import Storage
 _START_S = 60.0
 _PART_S = 20.0
 """How long a node may take to start an actor, and to answer."""
-_NO_ANSWER = "look at the host and its cable, and at `ray status`"
+_NO_ANSWER = (
+    "look at the host and `ray status`, or install there what the other nodes have"
+)
 
 Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its arguments
 
@@ -121,31 +123,15 @@ class Checkup:
         )
         results = {}
         for node_id, reference in references.items():
-            failure = ""
+            failure = f"silent in {part}"
             try:
                 if reference in ready:
                     results[node_id] = ray.get(reference)
                     continue
-            except ray.exceptions.RayTaskError as raised:
-                failure = f"{part}: {last_line(raised)}"
             except ray.exceptions.RayError as raised:
-                words = last_line(raised)
-                # An actor whose class cannot be imported there has died of it; without
-                # such words its node is gone.
-                failure = words if "Error:" in words else ""
+                failure = f"{part}: {last_line(raised)}"
             self.nodes[node_id].answers = False
-            if failure:
-                self._note(
-                    node_id,
-                    "node",
-                    failure,
-                    "must be able to run the check",
-                    "install there what the other nodes have",
-                )
-            else:
-                self._note(
-                    node_id, "node", f"silent in {part}", "must answer", _NO_ANSWER
-                )
+            self._note(node_id, "node", failure, "must answer the check", _NO_ANSWER)
         return results
 
     def _note(self, node_id: str, *finding: str) -> None:

@@ -109,7 +109,7 @@ def test_cost_counts_the_head_and_names_what_has_no_price():
     assert cost(on_spot, counts, prices | spot).spot_usd_per_hour == 1.0
     assert cost(on_spot, counts, prices).spot_usd_per_hour is None  # not known
     with_large = cost([HEAD, SMALL, LARGE], {"small": 1, "large": 1}, prices)
-    assert (with_large.usd_per_hour, with_large.missing) == (1.75, ("large",))
+    assert (with_large.usd_per_hour, with_large.missing) == (None, ("large",))
     assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
 
 

@@ -153,15 +153,6 @@ class Size:
         has = f"{total(self.nodes, 'CPU'):g} CPUs, {total(self.nodes, 'GPU'):g} GPUs"
         return f"the head and {', '.join(workers) or 'no worker node'}: {has}"
 
-    @property
-    def usd_per_hour(self) -> str:
-        """Its price in words: a lower bound, or unknown, where prices are missing."""
-        if not self.cost.missing:
-            return f"{self.cost.usd_per_hour:.2f}"
-        if not self.cost.usd_per_hour:
-            return "unknown"
-        return f"at least {self.cost.usd_per_hour:.2f}"
-
 
 def size_of(
     cluster: ClusterFile, cpus: float, gpus: float, num_workers: int | None = None
@@ -223,7 +214,7 @@ def make_plan(
     lanes = plan.num_lanes
     held = size_of(cluster, cpus, gpus, lanes * scaling.min_workers)
     usd_per_hour = spec.config.usd_per_hour
-    if usd_per_hour is None and not held.cost.missing:
+    if usd_per_hour is None:
         usd_per_hour = held.cost.usd_per_hour
     num_ended, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
     trials = max(0, plan.num_trials - num_ended)
@@ -239,7 +230,7 @@ def make_plan(
         "trials": f"{'at least ' if spec.config.around else ''}{trials}{again}",
         "lanes": f"{lanes}{of_most}, each {lane}; {rounds} one after the other",
         "nodes": held.words,
-        "fully grown": f"{most.words}, {most.usd_per_hour} USD/hour",
+        "fully grown": f"{most.words}, {_usd(most.cost.usd_per_hour)} USD/hour",
         "USD/hour": f"{_usd(usd_per_hour)} ({_price_source(spec, held.cost)})",
         "one trial": trial_source,
         "time": _time(time_s, spec.config.time_budget_s),
