@@ -184,8 +184,8 @@ def autoscale(config: str, node_id: str | None = None) -> int:
         "gcs-address": raylet.gcs_address,
         "autoscaling-config": config,
         "logs-dir": raylet.logs,
+        "monitor-ip": raylet.gcs_address.rpartition(":")[0],
     }
-    options["monitor-ip"] = raylet.gcs_address.rpartition(":")[0]
     sys.argv = [MONITOR, *(f"--{name}={value}" for name, value in options.items())]
     runpy.run_module(MONITOR, run_name="__main__", alter_sys=True)
     return 0

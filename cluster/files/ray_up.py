@@ -31,10 +31,6 @@ _SCHEMA = Path(__file__).with_name("schema.yaml")
 """What Ray's own schema leaves open, so that rules see typed data. Null values count as
 absent.
 """
-MOST_NODES = 100_000
-"""Limit for one node type: far more than Ray can run, and still cheap to count.
-schema.yaml contains it as well.
-"""
 
 
 @dataclass(frozen=True)
@@ -256,7 +252,7 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
         if "ray start" in command
     )
     told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
-    return {name.upper(): min(float(amount), MOST_NODES) for name, amount in told}
+    return {name.upper(): float(amount) for name, amount in told}
 
 
 def _schema_error(error: Any, source: str) -> ConfigError:

@@ -46,12 +46,6 @@ _MACHINE_FIELDS = {
 """Fields of a `node_config` by cloud: those of EC2's RunInstances, of Google's Instance
 and Node and, for Azure, Ray's own.
 """
-HEAD_WORKS = (
-    "should be 0 on the head: work there slows the scheduler, and can end the cluster"
-)
-OPEN_PORT = (
-    "must not open a port to the world: the Jobs API runs any code that reaches it"
-)
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
 # Keys of AWS, Google and other providers, and passwords in a URL. What these patterns
@@ -178,7 +172,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
             yield error(
                 "provider.security_group.IpPermissions",
                 f"ports {ports[0]} to {ports[1]} for everybody",
-                OPEN_PORT,
+                "must not open a port to the world: the Jobs API runs any code that reaches it",
                 "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)",
             )
 
@@ -211,7 +205,12 @@ def _resource(
             f"write {has}, or take a larger machine",
         )
     elif node_type.is_head and said:
-        yield warning(field, said, HEAD_WORKS, "write 0, and let workers do it")
+        yield warning(
+            field,
+            said,
+            "should be 0 on the head: work there slows the scheduler, and can end the cluster",
+            "write 0, and let workers do it",
+        )
     elif has and resource == "GPU" and said < has and not node_type.is_head:
         yield warning(
             field,

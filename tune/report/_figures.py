@@ -1,6 +1,5 @@
 """Draw the report's figures: objective, throughput, memory and learning curves."""
 
-import functools
 import html
 import io
 import math
@@ -86,7 +85,7 @@ class Axis:
             values.sort()
         return cls(key, label, values)
 
-    @functools.cached_property
+    @property
     def is_numeric(self) -> bool:
         """Whether all values are numbers."""
         return all(map(is_number, self.values))
@@ -98,7 +97,7 @@ class Axis:
             return False
         return self.key in _SIZE_KEYS or bool(self.values[-1] >= 8 * self.values[0])
 
-    @functools.cached_property
+    @property
     def positions(self) -> list[float]:
         """The positions of the values on the axis."""
         places = self.values if self.is_numeric else range(len(self.values))
@@ -108,11 +107,8 @@ class Axis:
         """Return the index of a trial's value."""
         # By their text: a NaN does not equal itself, True equals 1, and lists and
         # mappings have no hash.
-        return self._places[repr(record.config.get(self.key))]
-
-    @functools.cached_property
-    def _places(self) -> dict[str, int]:
-        return {repr(value): at for at, value in enumerate(self.values)}
+        texts = list(map(repr, self.values))
+        return texts.index(repr(record.config.get(self.key)))
 
     def position(self, record: TrialRecord) -> float:
         """Return a trial's position on the axis."""
