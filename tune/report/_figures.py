@@ -385,7 +385,7 @@ def _objective(data: FigureData) -> Figure | None:
 
 
 def _marks(data: FigureData, metric: str) -> list[Mark]:
-    """Return marks for the trials with a value of the objective."""
+    """Return marks for the trials with a value of a metric."""
     times: dict[str, Interval] = {}
     if metric == "time_to_target":
         for final in finals(data.config, data.records):
@@ -410,19 +410,9 @@ def _marks(data: FigureData, metric: str) -> list[Mark]:
     return marks
 
 
-def _measured(data: FigureData, metric: str) -> list[Mark]:
-    """Return marks for the trials with a result and a measured value of a metric."""
-    marks = []
-    for record in data.records:
-        value = value_of(metric, record) if record.finished else None
-        if value and is_number(value):
-            marks.append(Mark(record, value, amount(metric, value)))
-    return marks
-
-
 def _throughput(data: FigureData) -> Figure | None:
     """Draw samples/s against the batch size."""
-    marks = _measured(data, "samples_per_s")
+    marks = _marks(data, "samples_per_s")
     if not marks:
         return None
     canvas = Canvas(data, "throughput")
@@ -436,7 +426,7 @@ def _throughput(data: FigureData) -> Figure | None:
 
 def _memory(data: FigureData) -> Figure | None:
     """Draw peak memory against the batch size, with failed trials in a strip on top."""
-    marks = _measured(data, "peak_memory_bytes")
+    marks = _marks(data, "peak_memory_bytes")
     lost = [record for record in data.records if record.status == "out_of_memory"]
     if not marks and not lost:
         return None

@@ -254,7 +254,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    count = num_records(storage)
+    count = len(Journal(storage).names())
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         then = known_keys(before, storage.locate(SAVED))
@@ -272,11 +272,6 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
-
-
-def num_records(sweep: Storage) -> int:
-    """Count the trials with a record in a sweep's directory, without reading any."""
-    return len(Journal(sweep).names())
 
 
 def known_keys(saved: Tree, source: str) -> Tree:
