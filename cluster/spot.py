@@ -100,11 +100,7 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
     Until the deadline, the request is repeated if it fails.
     """
     say(f"{notice.reason}; gone in {notice.deadline_s - time.time():.0f} s")
-    is_first = True
-    while is_first or (
-        time.time() < notice.deadline_s and not raylet.has_ended(_AGAIN_S)
-    ):
-        is_first = False
+    while True:
         # Always in the future: to Ray, 0 means no deadline.
         deadline_s = max(notice.deadline_s, time.time() + 1)
         deadline_ms = int(deadline_s * 1e3)
@@ -120,7 +116,8 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
             say("Ray drains the node")
             return True
         say(f"Ray does not drain the node: {words}")
-    return False
+        if time.time() >= notice.deadline_s or raylet.has_ended(_AGAIN_S):
+            return False
 
 
 def say(words: str) -> None:
@@ -184,8 +181,8 @@ def autoscale(config: str, node_id: str | None = None) -> int:
         "gcs-address": raylet.gcs_address,
         "autoscaling-config": config,
         "logs-dir": raylet.logs,
+        "monitor-ip": raylet.gcs_address.rpartition(":")[0],
     }
-    options["monitor-ip"] = raylet.gcs_address.rpartition(":")[0]
     sys.argv = [MONITOR, *(f"--{name}={value}" for name, value in options.items())]
     runpy.run_module(MONITOR, run_name="__main__", alter_sys=True)
     return 0

@@ -136,20 +136,18 @@ def judge(seen: Seen) -> tuple[Kind, str]:
 
 def _judge_running(seen: Seen) -> tuple[Kind, str]:
     live = seen.live
-    if live is not None and live.state != "running":  # left by an earlier start
-        live = None
-    if not seen.records and (live is None or not live.num_lanes):
+    if live is None or live.state != "running":  # left by an earlier start
+        live = Live("running")
+    if not seen.records and not live.num_lanes:
         return "running", "Starting: no lane is up yet."
     ended = counted(seen.num_trials, "trial")
-    lanes = ""
-    if live is not None:
-        lanes = f" {counted(live.num_lanes, 'lane')} up."
-        if live.total:
-            ended = f"{seen.num_trials} of {counted(live.total, 'trial')}"
+    if live.total:
+        ended = f"{seen.num_trials} of {counted(live.total, 'trial')}"
     repeats = ""
     if seen.num_repeats:
         repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best"
-    return "running", f"Running: {ended} ended{repeats}.{lanes}"
+    lanes = counted(live.num_lanes, "lane")
+    return "running", f"Running: {ended} ended{repeats}. {lanes} up."
 
 
 def _cut_off(seen: Seen, why: str) -> str:

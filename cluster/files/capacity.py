@@ -1,7 +1,6 @@
 """Nodes and their resources: how many workers fit, and the price per hour."""
 
 import csv
-import datetime as dt
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -39,12 +38,14 @@ class NodeType:
 
 @dataclass(frozen=True)
 class Cost:
-    """The price per hour of a set of nodes; a lower bound if prices are missing."""
+    """The price per hour of a set of nodes."""
 
-    usd_per_hour: float
-    """The price if spot nodes cost the on-demand price, which is their maximum."""
+    usd_per_hour: float | None
+    """The price if spot nodes cost the on-demand price, which is their maximum; None if
+    a price is missing.
+    """
     missing: tuple[str, ...] = ()
-    """Node types whose price is not known, counted as 0 in the sums."""
+    """Node types whose price is not known."""
     spot_usd_per_hour: float | None = None
     """The price if spot nodes cost their spot prices; None if there is no spot node, or
     if a spot price is not known.
@@ -63,9 +64,6 @@ class Price:
     usd_per_hour: float
     spot_usd_per_hour: float | None
     """The median over the region's zones; None if unknown or not offered there."""
-    date: dt.date
-    """The day on which the price was read from the source."""
-    source: str
 
 
 def worker_slots(
@@ -161,7 +159,7 @@ def cost(
             price = spot_price or 0.0
         with_spot.append(num_nodes * price)
     return Cost(
-        math.fsum(usd_per_hour),
+        None if missing else math.fsum(usd_per_hour),
         tuple(missing),
         math.fsum(with_spot) if has_spot and is_spot_known else None,
     )
@@ -190,7 +188,7 @@ def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
 
 @functools.cache
 def read_prices() -> tuple[Price, ...]:
-    """Return all rows of prices.csv, each with its source and date."""
+    """Return all rows of prices.csv."""
     with PRICES.open(newline="", encoding="utf-8") as stream:
         return tuple(
             Price(
@@ -203,8 +201,6 @@ def read_prices() -> tuple[Price, ...]:
                 spot_usd_per_hour=float(row["spot_usd_per_hour"])
                 if row["spot_usd_per_hour"]
                 else None,
-                date=dt.date.fromisoformat(row["date"]),
-                source=row["source"],
             )
             for row in csv.DictReader(stream)
         )

@@ -46,12 +46,6 @@ _MACHINE_FIELDS = {
 """Fields of a `node_config` by cloud: those of EC2's RunInstances, of Google's Instance
 and Node and, for Azure, Ray's own.
 """
-HEAD_WORKS = (
-    "should be 0 on the head: work there slows the scheduler, and can end the cluster"
-)
-OPEN_PORT = (
-    "must not open a port to the world: the Jobs API runs any code that reaches it"
-)
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
 # Keys of AWS, Google and other providers, and passwords in a URL. What these patterns
@@ -178,7 +172,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
             yield error(
                 "provider.security_group.IpPermissions",
                 f"ports {ports[0]} to {ports[1]} for everybody",
-                OPEN_PORT,
+                "must not open a port to the world: the Jobs API runs any code that reaches it",
                 "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)",
             )
 
@@ -211,7 +205,12 @@ def _resource(
             f"write {has}, or take a larger machine",
         )
     elif node_type.is_head and said:
-        yield warning(field, said, HEAD_WORKS, "write 0, and let workers do it")
+        yield warning(
+            field,
+            said,
+            "should be 0 on the head: work there slows the scheduler, and can end the cluster",
+            "write 0, and let workers do it",
+        )
     elif has and resource == "GPU" and said < has and not node_type.is_head:
         yield warning(
             field,
@@ -261,10 +260,11 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
 
 def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
     place = head.get("RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+    end = re.sub(r"^(~|\$\{?HOME\}?)(?=/)", "", place)
     if (
         head.get("RAY_AUTH_MODE") == "token"
         and "RAY_AUTH_TOKEN" not in head
-        and not _brings(cluster, place)
+        and not any(mount.endswith(end) for mount in cluster.config["file_mounts"])
     ):
         yield error(
             "file_mounts",
@@ -304,19 +304,6 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
                 f"must let workers write to {scheme}://, which Ray arranges for the head only",
                 f"add `{key}` of an account that may use the bucket",
             )
-
-
-def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Return whether `file_mounts` brings a file to a place.
-
-    $HOME and absolute paths that end alike, such as under /root, count as `~`.
-    """
-    place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
-    mounts: list[str] = list(cluster.config["file_mounts"])
-    ends = [
-        mount for mount in mounts if mount.startswith("/") and mount.endswith(place[1:])
-    ]
-    return place in mounts or (place.startswith("~") and bool(ends))
 
 
 def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]:
@@ -413,11 +400,6 @@ def pip_arguments(command: str) -> list[str]:
     return re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command)
 
 
-def constraint_files(arguments: str) -> list[str]:
-    """Return the files and addresses that `-c` and `-r` name."""
-    return re.findall(r"(?:-c|-r|--constraint|--requirement)[\s=]+(\S+)", arguments)
-
-
 def installs(arguments: str) -> list[tuple[str, str]]:
     """Return (package, version) for Ray and torch, if installed.
 
@@ -427,7 +409,7 @@ def installs(arguments: str) -> list[tuple[str, str]]:
     found = re.findall(
         r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
     )
-    is_constrained = bool(constraint_files(arguments))
+    is_constrained = re.search(r"(?:-c|-r|--constraint|--requirement)[\s=]", arguments)
     return [
         (package, version)
         for package, version in found

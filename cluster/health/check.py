@@ -1,4 +1,4 @@
-"""Examine a live cluster: an actor on each node looks, probes.py judges (Ray).
+"""Examine a live cluster: tasks on each node look, probes.py judges (Ray).
 
 Environment variables read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared
 storage to test.
@@ -7,7 +7,7 @@ storage to test.
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -28,18 +28,12 @@ from trainers.storage import Storage
 
 _START_S = 60.0
 _PART_S = 20.0
-"""How long a node may take to start an actor, and to answer."""
-_NO_ANSWER = "look at the host and its cable, and at `ray status`"
+"""How long a node may take for its first tasks, and for others."""
+_NO_ANSWER = (
+    "look at the host and `ray status`, or install there what the other nodes have"
+)
 
 Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its arguments
-
-
-class Probe:
-    """The actor that runs probes on its node."""
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on this node, and return its result."""
-        return function(*args)
 
 
 class Checkup:
@@ -52,10 +46,6 @@ class Checkup:
         self.nodes: dict[str, Node] = {}
         """The nodes, by node ID."""
         self.found: list[NodeFinding] = []
-        self._actors: dict[str, Any] = {}
-
-    def start(self) -> None:
-        """Start an actor on every node that is alive."""
         for row in ray.nodes():
             if not row["Alive"]:
                 continue
@@ -66,16 +56,6 @@ class Checkup:
                 num_gpus=int(row["Resources"].get("GPU", 0)),
             )
             self.nodes[node.node_id] = node
-            strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            actor = ray.remote(Probe).options(
-                num_cpus=0, max_restarts=0, scheduling_strategy=strategy
-            )
-            self._actors[node.node_id] = actor.remote()
-
-    def close(self) -> None:
-        """End the actors."""
-        for actor in self._actors.values():
-            ray.kill(actor)
 
     def quick(self, uri: str | None) -> None:
         """Compare versions, and check that the storage is shared."""
@@ -113,39 +93,29 @@ class Checkup:
 
         A node that fails or gives no result in time gets a finding.
         """
-        references = {}
-        for node_id, call in calls.items():
-            references[node_id] = self._actors[node_id].call.remote(*call)
+        references: dict[str, Any] = {}
+        for node_id, (function, *args) in calls.items():
+            task = ray.remote(function).options(
+                num_cpus=0,
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            references[node_id] = task.remote(*args)
         ready, _ = ray.wait(
             list(references.values()), num_returns=len(references), timeout=timeout_s
         )
         results = {}
         for node_id, reference in references.items():
-            failure = ""
+            failure = f"silent in {part}"
             try:
                 if reference in ready:
                     results[node_id] = ray.get(reference)
                     continue
-            except ray.exceptions.RayTaskError as raised:
-                failure = f"{part}: {last_line(raised)}"
+                ray.cancel(reference, force=True)
             except ray.exceptions.RayError as raised:
-                words = last_line(raised)
-                # An actor whose class cannot be imported there has died of it; without
-                # such words its node is gone.
-                failure = words if "Error:" in words else ""
+                failure = f"{part}: {last_line(raised)}"
             self.nodes[node_id].answers = False
-            if failure:
-                self._note(
-                    node_id,
-                    "node",
-                    failure,
-                    "must be able to run the check",
-                    "install there what the other nodes have",
-                )
-            else:
-                self._note(
-                    node_id, "node", f"silent in {part}", "must answer", _NO_ANSWER
-                )
+            self._note(node_id, "node", failure, "must answer the check", _NO_ANSWER)
         return results
 
     def _note(self, node_id: str, *finding: str) -> None:
@@ -179,13 +149,9 @@ def examine(uri: str | None, quick: bool) -> Checkup:
     `uri` is the storage that all nodes must share; if None, storage is not tested.
     """
     checkup = Checkup()
-    try:
-        checkup.start()
-        checkup.quick(uri)
-        if not quick:
-            checkup.full()
-    finally:
-        checkup.close()
+    checkup.quick(uri)
+    if not quick:
+        checkup.full()
     return checkup
 
 

@@ -20,6 +20,14 @@ def second_node(cluster, driver):
         yield node.id
 
 
+def divided(number, by):
+    return divmod(number, by)
+
+
+def asleep():
+    time.sleep(600)
+
+
 @pytest.mark.campaign  # the lab examines three hosts
 def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
     options = ("--storage_path", str(tmp_path / "shared"), "--json")
@@ -49,23 +57,19 @@ def test_a_probe_that_fails_names_its_node(second_node, driver):
     from cluster.health.check import Checkup
 
     nodes = Checkup()
-    nodes.start()
-    try:
-        answers = nodes.ask(
-            "dividing",
-            HANG_S,
-            {node: (divmod, 1, node == second_node) for node in nodes.nodes},
-        )
-        assert list(answers) == [second_node]
-        [failed] = nodes.found
-        assert failed.node_id != second_node
-        assert (
-            failed.value
-            == "dividing: ZeroDivisionError: integer division or modulo by zero"
-        )
-        nodes.ask("sleeping", 0.5, {second_node: (time.sleep, 600)})
-        silent = nodes.found[-1]
-        assert (silent.node_id, silent.value) == (second_node, "silent in sleeping")
-        assert nodes.answering() == []
-    finally:
-        nodes.close()
+    answers = nodes.ask(
+        "dividing",
+        HANG_S,
+        {node: (divided, 1, node == second_node) for node in nodes.nodes},
+    )
+    assert list(answers) == [second_node]
+    [failed] = nodes.found
+    assert failed.node_id != second_node
+    assert (
+        failed.value
+        == "dividing: ZeroDivisionError: integer division or modulo by zero"
+    )
+    nodes.ask("sleeping", 0.5, {second_node: (asleep,)})
+    silent = nodes.found[-1]
+    assert (silent.node_id, silent.value) == (second_node, "silent in sleeping")
+    assert nodes.answering() == []

@@ -267,27 +267,17 @@ REFUSED = {
     "min_above_max": ("aws", put(f"{SPOT}.min_workers", 9), "the file", ""),
     "head_typo": ("aws", put("head_node_type", "haed"), "the file", ""),
     "no_head": ("aws", drop("head_node_type"), "the file", ""),
-    "no_region": ("aws", unsaid("region"), "provider.region", "`region`"),
-    "no_project": ("gcp", unsaid("project_id"), "provider.project_id", "`project_id`"),
-    "no_resource_group": (
-        "azure",
-        unsaid("resource_group"),
-        "provider.resource_group",
-        "`resource_group`",
-    ),
+    "no_region": ("aws", unsaid("region"), "provider", ""),
+    "no_project": ("gcp", unsaid("project_id"), "provider", ""),
+    "no_resource_group": ("azure", unsaid("resource_group"), "provider", ""),
     "half_a_gpu": (
         "aws",
         put(f"{SPOT}.resources.GPU", 0.5),
         f"{SPOT}.resources.GPU",
         "",
     ),
-    "no_resources": (
-        "aws",
-        drop(f"{SPOT}.resources"),
-        f"{SPOT}.resources",
-        "`resources`",
-    ),
-    "no_head_ip": ("onprem", drop("provider.head_ip"), "provider.head_ip", "`head_ip`"),
+    "no_resources": ("aws", drop(f"{SPOT}.resources"), SPOT, ""),
+    "no_head_ip": ("onprem", drop("provider.head_ip"), "provider", ""),
 }
 
 
@@ -311,7 +301,7 @@ def test_refused(name, change, field, fix, tmp_path):
         ("", "the file"),
         ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4"),
         ("cluster_name: a\n---\ncluster_name: b\n", "the file"),
-        ("kind: RayCluster\n", "provider"),
+        ("kind: RayCluster\n", "the file"),
         ("#!/bin/bash\n#SBATCH --nodes=2\nset -e\n", "the file"),
     ],
 )

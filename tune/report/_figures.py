@@ -1,9 +1,7 @@
 """Draw the report's figures: objective, throughput, memory and learning curves."""
 
-import functools
 import html
 import io
-import itertools
 import math
 import re
 import warnings
@@ -16,6 +14,7 @@ from typing import Any, Self
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.model import Tree
+from trainers.config.sections import direction_of
 from tune.config import TO_TARGET, SweepConfig
 from tune.report.words import (
     Trials,
@@ -86,7 +85,7 @@ class Axis:
             values.sort()
         return cls(key, label, values)
 
-    @functools.cached_property
+    @property
     def is_numeric(self) -> bool:
         """Whether all values are numbers."""
         return all(map(is_number, self.values))
@@ -98,7 +97,7 @@ class Axis:
             return False
         return self.key in _SIZE_KEYS or bool(self.values[-1] >= 8 * self.values[0])
 
-    @functools.cached_property
+    @property
     def positions(self) -> list[float]:
         """The positions of the values on the axis."""
         places = self.values if self.is_numeric else range(len(self.values))
@@ -108,11 +107,8 @@ class Axis:
         """Return the index of a trial's value."""
         # By their text: a NaN does not equal itself, True equals 1, and lists and
         # mappings have no hash.
-        return self._places[repr(record.config.get(self.key))]
-
-    @functools.cached_property
-    def _places(self) -> dict[str, int]:
-        return {repr(value): at for at, value in enumerate(self.values)}
+        texts = list(map(repr, self.values))
+        return texts.index(repr(record.config.get(self.key)))
 
     def position(self, record: TrialRecord) -> float:
         """Return a trial's position on the axis."""
@@ -389,7 +385,7 @@ def _objective(data: FigureData) -> Figure | None:
 
 
 def _marks(data: FigureData, metric: str) -> list[Mark]:
-    """Return marks for the trials with a value of the objective."""
+    """Return marks for the trials with a value of a metric."""
     times: dict[str, Interval] = {}
     if metric == "time_to_target":
         for final in finals(data.config, data.records):
@@ -414,19 +410,9 @@ def _marks(data: FigureData, metric: str) -> list[Mark]:
     return marks
 
 
-def _measured(data: FigureData, metric: str) -> list[Mark]:
-    """Return marks for the trials with a result and a measured value of a metric."""
-    marks = []
-    for record in data.records:
-        value = value_of(metric, record) if record.finished else None
-        if value and is_number(value):
-            marks.append(Mark(record, value, amount(metric, value)))
-    return marks
-
-
 def _throughput(data: FigureData) -> Figure | None:
     """Draw samples/s against the batch size."""
-    marks = _measured(data, "samples_per_s")
+    marks = _marks(data, "samples_per_s")
     if not marks:
         return None
     canvas = Canvas(data, "throughput")
@@ -440,7 +426,7 @@ def _throughput(data: FigureData) -> Figure | None:
 
 def _memory(data: FigureData) -> Figure | None:
     """Draw peak memory against the batch size, with failed trials in a strip on top."""
-    marks = _measured(data, "peak_memory_bytes")
+    marks = _marks(data, "peak_memory_bytes")
     lost = [record for record in data.records if record.status == "out_of_memory"]
     if not marks and not lost:
         return None
@@ -483,22 +469,26 @@ def _curves(data: FigureData) -> Figure | None:
     goal = None
     if target and target.metric == metric and is_number(target.value):
         goal = target.value
-    values = [[y for _, y in points] for _, points in lines]
-    low, high = _closer(values, goal)
+    is_max = direction_of(metric) == "max"
+    values = [y for _, points in lines for _, y in points]
+    values.sort(reverse=not is_max)
+    worst = values[len(values) // 5]
     name = printable(metric)
     notes = [f"{name} at each evaluation, a line a trial."]
     canvas = Canvas(data, "curves")
     for record, points in lines:
         canvas.line(record, points, size)
-    limits: Tree = {"xlim": (0, None), "ylim": (low, high)}
-    canvas.axes.set(xlabel=f"training time, {unit}", ylabel=name, **limits)
+    canvas.axes.set(xlim=(0, None), xlabel=f"training time, {unit}", ylabel=name)
     if data.best:
         notes.append("The thick line is the best.")
     if goal is not None:
         look: Tree = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
         canvas.axes.axhline(goal, color=_FG, **look)
         notes.append("The dashed line is the target.")
-    if not all(low <= min(own) and max(own) <= high for own in values):
+        worst = min(worst, goal) if is_max else max(worst, goal)
+    if worst != values[0]:
+        limit: Tree = {"bottom" if is_max else "top": worst}
+        canvas.axes.set_ylim(**limit)
         notes.append("The worst evaluations are off the axis.")
     if not all(record.finished for record, _ in lines):
         notes.append("A cross is where a trial failed.")
@@ -524,21 +514,3 @@ def _points(record: TrialRecord, metric: str) -> Points:
         if is_number(x) and is_number(y):
             points.append((x, y))
     return points
-
-
-def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]:
-    """Return limits for a metric's axis that leave out its worst fifth of values."""
-    values = sorted(itertools.chain.from_iterable(lines))
-    fifth = len(values) // 5
-    if sum(own[-1] - own[0] for own in lines) > 0:
-        kept = values[fifth:]
-        best = kept[-1]
-    else:
-        kept = values[: len(values) - fifth]
-        best = kept[0]
-    if goal is not None:  # with some space before it, to show where lines cross it
-        kept += [goal, goal - 0.35 * (best - goal)]
-    low = min(kept)
-    high = max(kept)
-    margin = 0.05 * (high - low) or 0.05 * abs(kept[0]) or 1.0
-    return low - margin, high + margin

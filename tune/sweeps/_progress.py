@@ -266,8 +266,6 @@ class Progress(tune.Callback):
         self._grow = grow
         self._storage = spec.storage
         self._journal = Journal(spec.storage)
-        self._kept: Live | None = None
-        """The progress that was written last."""
         self.signal_name: str | None = None
         """The name of the signal that asked the sweep to stop, once it has arrived."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
@@ -380,9 +378,7 @@ class Progress(tune.Callback):
         self.terminal.update(view)
         if self._looked - self._written >= WRITE_EVERY_S:
             self._written = self._looked
-            if shown != self._kept:
-                self._kept = shown
-                write_live(self._storage, shown)
+            write_live(self._storage, shown)
 
     def _live(self, state: Tree) -> Live:
         """Return the sweep's progress, from the result of the mailbox's `watch`."""

@@ -53,7 +53,6 @@ _QUIET_TIMEOUT_S = 60.0
 """How long to wait for stopped trials to notice, and for lanes to start."""
 _LOOK_S = 0.5
 _SOON_S = 0.1
-_SAY_AFTER_S = 2.0
 _MAX_ACTORS = 4
 """Actors that Tune may start for a trial; the trial's lane goes on without them."""
 _LEAST_ROOM_BYTES = 2**20
@@ -388,21 +387,13 @@ class _Run:
 
         A lane that is starting loads the machine as much as a trial does.
         """
-        began = time.monotonic()
-        is_said = False
-        waited_s = 0.0
-        while waited_s < _QUIET_TIMEOUT_S:
+        deadline = time.monotonic() + _QUIET_TIMEOUT_S
+        while time.monotonic() < deadline:
             running = ray.get(self._mailbox.watch.remote())["running"]
-            busy = [*self._lanes.settle(), *running]
-            if not busy:
+            if not self._lanes.settle() and not running:
                 return
-            if waited_s > _SAY_AFTER_S and not is_said:
-                is_said = True
-                words = "waiting until lanes %s are quiet, %.0f s at most"
-                logger.info(words, busy, _QUIET_TIMEOUT_S)
             self._progress.tick()
             time.sleep(_LOOK_S)
-            waited_s = time.monotonic() - began
 
 
 def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:

@@ -123,13 +123,14 @@ class LaneTrial(Trainable):
                 "objective": so_far(self._objective, self._curve, self._usd_per_hour),
                 "trial": self._trial,
             }
-        given = (
+        self._record = make_record(
             self._space_config,
             self._objective,
             self._started,
             self._curve,
+            event.outcome,
+            self._usd_per_hour,
         )
-        self._record = make_record(*given, event.outcome, self._usd_per_hour)
         with contextlib.suppress(
             StorageError
         ):  # the driver misses it, and says why it cannot be written

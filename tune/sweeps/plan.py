@@ -7,7 +7,7 @@ would cost, without starting anything.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -37,6 +37,7 @@ from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, dollars
 
+_PRICES = "Prices, with dates and sources: cluster/files/prices.csv; the dearest region's where this one has none."
 _CPUS_TO_START = 2
 """CPUs that a worker keeps busy while it and its first trial start.
 
@@ -152,15 +153,6 @@ class Size:
         has = f"{total(self.nodes, 'CPU'):g} CPUs, {total(self.nodes, 'GPU'):g} GPUs"
         return f"the head and {', '.join(workers) or 'no worker node'}: {has}"
 
-    @property
-    def usd_per_hour(self) -> str:
-        """Its price in words: a lower bound, or unknown, where prices are missing."""
-        if not self.cost.missing:
-            return f"{self.cost.usd_per_hour:.2f}"
-        if not self.cost.usd_per_hour:
-            return "unknown"
-        return f"at least {self.cost.usd_per_hour:.2f}"
-
 
 def size_of(
     cluster: ClusterFile, cpus: float, gpus: float, num_workers: int | None = None
@@ -222,7 +214,7 @@ def make_plan(
     lanes = plan.num_lanes
     held = size_of(cluster, cpus, gpus, lanes * scaling.min_workers)
     usd_per_hour = spec.config.usd_per_hour
-    if usd_per_hour is None and not held.cost.missing:
+    if usd_per_hour is None:
         usd_per_hour = held.cost.usd_per_hour
     num_ended, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
     trials = max(0, plan.num_trials - num_ended)
@@ -238,7 +230,7 @@ def make_plan(
         "trials": f"{'at least ' if spec.config.around else ''}{trials}{again}",
         "lanes": f"{lanes}{of_most}, each {lane}; {rounds} one after the other",
         "nodes": held.words,
-        "fully grown": f"{most.words}, {most.usd_per_hour} USD/hour",
+        "fully grown": f"{most.words}, {_usd(most.cost.usd_per_hour)} USD/hour",
         "USD/hour": f"{_usd(usd_per_hour)} ({_price_source(spec, held.cost)})",
         "one trial": trial_source,
         "time": _time(time_s, spec.config.time_budget_s),
@@ -252,7 +244,7 @@ def make_plan(
     lines = [f"{spec.config.name} on {printable(cluster.name)} ({where})"]
     lines += [f"{label:13}{words}" for label, words in rows.items()]
     if spec.config.usd_per_hour is None and not held.cost.missing:
-        lines += _remarks(cluster, held)
+        lines.append(_PRICES)
     return Forecast(lines, trials, num_ended, usd_per_hour, trial_s, time_s, usd)
 
 
@@ -294,27 +286,6 @@ def _time(time_s: float | None, budget_s: float | None) -> str:
     if budget_s is None:
         return "unknown"
     return f"unknown, at most {duration(budget_s)} by the budget"
-
-
-def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
-    """Yield a line per node type: its price, with date and source."""
-    prices = load_prices(cluster.provider, cluster.region)
-    types = []
-    for node_type in cluster.node_types:
-        if node_type.is_head or held.counts.get(node_type.name):
-            types.append(node_type)
-    for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
-        price = prices[name]
-        where = price.region
-        if where != cluster.region:
-            where += f", not of {cluster.region}"
-        spot = "none"
-        if price.spot_usd_per_hour is not None:
-            spot = f"{price.spot_usd_per_hour:g}"
-        figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
-        yield f"price of {name}: {figures} ({price.date}, {price.source})"
-    if any(node_type.spot for node_type in types):
-        yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
 
 
 def _usd(amount: float | None) -> str:

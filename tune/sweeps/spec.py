@@ -39,8 +39,6 @@ from tune.trials.steering import Actions
 SAVED = "sweep.yaml"
 _NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
 """Keys that may change when a sweep is resumed."""
-_AS_GIVEN = ("space", "train.task_args", "train.train_loop_config")
-"""Keys whose values reach the user's code as they are, without a type of ours."""
 
 
 class KeptConfig(SweepConfig):
@@ -252,7 +250,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    count = num_records(storage)
+    count = len(Journal(storage).names())
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         then = known_keys(before, storage.locate(SAVED))
@@ -272,11 +270,6 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     return count
 
 
-def num_records(sweep: Storage) -> int:
-    """Count the trials with a record in a sweep's directory, without reading any."""
-    return len(Journal(sweep).names())
-
-
 def known_keys(saved: Tree, source: str) -> Tree:
     """Return what identifies a saved sweep, by dotted keys."""
     found = {key: saved.get(key) for key in ("space", "search", "objective")}
@@ -290,10 +283,7 @@ def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> No
     for key in sorted(then.keys() | now.keys()):
         before = then.get(key)
         after = now.get(key)
-        is_same = before == after
-        if key in _AS_GIVEN:
-            is_same = _as_text(before) == _as_text(after)
-        if not is_same:
+        if _as_text(before) != _as_text(after):
             rule = f"differs from {before} in {uri}"
             raise ConfigError(key, after, rule, fix, source)
 

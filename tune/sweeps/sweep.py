@@ -25,7 +25,6 @@ from tune.sweeps.spec import (
     Interrupted,
     SweepSpec,
     is_complete,
-    num_records,
     prepare,
     read_saved,
     sweep_with,
@@ -239,7 +238,8 @@ def _run_held(
             try:
                 result = _run_to_end(spec, checked, is_command, output)
             except (Interrupted, KeyboardInterrupt):
-                raise SweepInterrupted(num_records(spec.storage)) from None
+                kept = len(Journal(spec.storage).names())
+                raise SweepInterrupted(kept) from None
         state = "ended"
         return result
 
