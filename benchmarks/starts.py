@@ -44,7 +44,7 @@ class Looks(LocalContext):
 
 
 def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
-    """Train in a process that has done nothing yet; return seconds."""
+    """Train in a process that has done nothing yet; return seconds, and a share."""
     began = time.perf_counter()
     os.environ.pop(_FORKS)  # each optimizer step would ask NVML
     torch.ones(8, 8, device=changes["device"]).sum().item()
@@ -52,6 +52,7 @@ def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
     config = work.config(changes)
     task = load_task(config.task, config.task_args, str(work.file))
     looks = Looks()
+    fit_began = time.perf_counter()
     result = fit(task, config, looks)
     ended = time.perf_counter()
     return {
@@ -59,6 +60,7 @@ def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
         "first_look_s": looks.at[0] - began,
         "first_step_s": result.first_step_s or 0.0,
         "end_s": ended - looks.at[-1],
+        "phases": sum(result.phases_s.values()) / (ended - fit_began),
     }
 
 
@@ -72,6 +74,8 @@ def runs(work: Work, device: torch.device, steps: int, small: bool) -> None:
         verdict(name, first_s, most=2, small=small)
         name = "seconds from the last step to the result"
         verdict(name, eager["end_s"], most=0.5, small=small)
+        name = "phases over the run's time"
+        verdict(name, eager["phases"], least=0.95, small=small)
     compiled = _forked(work, {**changes, "compile": "default"})
     if compiled is not None:
         first_s = compiled["first_step_s"]

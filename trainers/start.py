@@ -18,7 +18,7 @@ from trainers.config.model import Tree
 from trainers.config.train import IDENTITY
 from trainers.config.yaml import dump_yaml
 from trainers.errors import CheckpointError, ConfigError, StorageError
-from trainers.launch.from_python import Given, plain, read_given
+from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.process import without_collection
 from trainers.launch.spec import (
     MARK,
@@ -62,6 +62,7 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     call goes on. Raises ConfigError where a value cannot be used, RunFailedError where
     training failed. Under torchrun every worker must call it.
     """
+    check_thread("train()")
     places: list[Path] = []
     overrides = plain(keys, "train()", places)
     tree, source, directory = read_given(run, "train()")

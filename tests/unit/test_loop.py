@@ -319,6 +319,19 @@ def test_the_result_is_written_as_it_is_returned(tmp_path):
     assert (result.steps, result.epochs, result.world_size) == (10, 2.0, 1)
     assert result.throughput.steps == 5  # five of warm-up are left out
     assert 0 < result.train_time_s <= result.wall_time_s
+    named = {
+        "the start",
+        "setup",
+        "dataset",
+        "model",
+        "probe",
+        "resume",
+        "training",
+        "evaluation",
+        "checkpoint",
+        "the end",
+    }
+    assert named <= result.phases_s.keys()
     assert result.metrics["train_loss"] == curve(tmp_path)[-1][2]
 
 

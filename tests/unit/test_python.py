@@ -6,6 +6,7 @@ import importlib
 import linecache
 import logging
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -130,6 +131,26 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(run, said):
         train(run)
     assert str(raised.value).startswith(said)
     assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("call", ["train", "sweep"])
+def test_a_thread_hears_no_interrupt(call):
+    raised = []
+
+    def body():
+        try:
+            train(RUN) if call == "train" else tune.sweep(RUN, {"seed": [1]})
+        except ConfigError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    [error] = raised
+    assert (
+        str(error)
+        == f"`{call}()` was called in a thread of its own; call it in the main thread."
+    )
 
 
 class AskedError(Exception):

@@ -202,6 +202,20 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch):
     assert said[0].endswith("s in checkpoint")
 
 
+def test_every_second_is_of_one_phase(monkeypatch):
+    clock = Clock(monkeypatch)
+    with watched(FailureConfig(), RunContext(None, "local")) as dog:
+        clock.now_s += 1
+        dog.enter("training", steps=True)
+        for _ in range(2):
+            clock.now_s += 10
+            dog.beat()
+            with dog.phase("evaluation"):
+                clock.now_s += 100
+        dog.enter("the end")
+        assert dog.spent_s == {"the start": 1.0, "training": 20.0, "evaluation": 200.0}
+
+
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path):
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"

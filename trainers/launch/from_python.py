@@ -14,6 +14,7 @@ import linecache
 import os
 import symtable
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,13 @@ Train's.
 
 _FOLDER = "notebook_tasks"
 _FIX = "make it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
+
+
+def check_thread(call: str) -> None:
+    """Raise ConfigError outside the main thread, which alone receives Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        rule = "was called in a thread of its own"
+        raise ConfigError(call, MISSING, rule, "call it in the main thread")
 
 
 def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:

@@ -313,6 +313,7 @@ def finish(
         "flops_per_sample": parts.flops_per_sample,
         "mfu": monitor.mfu(speed.samples_per_s) if speed is not None else None,
         "compile": inspection.compiled() if inspection is not None else None,
+        "phases_s": dict(attempt.watchdog.spent_s),
     }
     undefined = [name for name, value in attempt.metrics.items() if math.isnan(value)]
     result = RunResult(

@@ -51,8 +51,11 @@ class Watchdog:
         self._failure = failure
         self._context = context
         self._thread_id = threading.get_ident()
+        self.spent_s: dict[str, float] = {}
+        """The time spent in each phase that has ended."""
         self._phase = ("the start", False)
         self.beat()
+        self._entered = self._last
         self._closed = threading.Event()
         # Without a name: nothing is left of it though the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
@@ -70,6 +73,9 @@ class Watchdog:
         """Begin another phase; with `steps`, each beat renews a step's budget."""
         # first: the thread must not measure an old beat by a shorter budget
         self.beat()
+        left, _ = self._phase
+        self.spent_s[left] = self.spent_s.get(left, 0.0) + self._last - self._entered
+        self._entered = self._last
         self._phase = (phase, steps)
 
     @contextlib.contextmanager

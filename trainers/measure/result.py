@@ -85,6 +85,10 @@ class RunResult:
     """Evaluations and checkpoints of this launch; None of a version that did not count
     them.
     """
+    phases_s: dict[str, float] = field(default_factory=dict)
+    """What rank 0's process has spent in each phase, from its start to the end of the
+    loop.
+    """
     warnings: list[str] = field(default_factory=list)
     """What makes its figures doubtful: a loss that is no mean, validation samples in
     training.

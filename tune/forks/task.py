@@ -157,12 +157,15 @@ def run_trial(
         from trainers.devices.group import leave_group
 
         leave_group(failed=False)
+    phases_s = {**result.phases_s, "an earlier lane": result.earlier_time_s}
     total_s += result.earlier_time_s
     spent = {
         "began": began,
         "starting_s": max(0.0, total_s - result.earlier_time_s - result.wall_time_s),
         "training_s": result.train_time_s,
         "total_s": total_s,
+        "first_step_s": result.first_step_s,
+        "phases_s": phases_s | {"closing": max(0.0, total_s - sum(phases_s.values()))},
     }
     return {
         "status": result.status,

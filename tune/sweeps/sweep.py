@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.errors import counted, redact
-from trainers.launch.from_python import Given, plain, read_given
+from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.process import without_collection
 from trainers.lease import InUseError, held
 from trainers.output import Output
@@ -127,6 +127,7 @@ def sweep(
         ClusterError: Nodes are not in order.
         PacelineError: The sweep was cut off.
     """
+    check_thread("sweep()")
     places: list[Path] = []
     objective = {"metric": objective} if isinstance(objective, str) else objective
     tree = plain({"space": space, "objective": objective}, "sweep()", places)
@@ -163,6 +164,7 @@ def extend(
             trials have ended.
         PacelineError: As for `sweep`.
     """
+    check_thread("extend()")
     overrides = plain(keys, "extend()", [])
     overrides |= {
         f"space.{key}": values for key, values in overrides.pop("space", {}).items()

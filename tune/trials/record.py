@@ -104,6 +104,10 @@ class Spent:
     """Time in training steps. For a training function, the whole call."""
     total_s: _Amount
     """The total time; what is neither starting nor training is evaluation."""
+    first_step_s: _Amount | None = None
+    """The part of training_s spent in the first step, which compiles."""
+    phases_s: dict[str, _Amount] = field(default_factory=dict)
+    """total_s divided by phase; empty for a training function."""
 
 
 @dataclass(frozen=True)
