@@ -118,9 +118,9 @@ def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain, tmp_p
     assert "ema" not in config().tree(), "as in what older versions have saved"
     for path, changes, was in (
         (plain, {"ema": {"decay": 0.9}}, "ema null"),
-        (tmp_path, {}, 'ema {"decay": 0.9}'),
+        (tmp_path, {}, "ema .*0[.]9"),
     ):
         with pytest.raises(CheckpointError, match=f"it was trained with {was}"):
             load(path, **changes)
-    with pytest.raises(CheckpointError, match=r'this run has {"decay": 0\.99}'):
+    with pytest.raises(CheckpointError, match=r"this run has .*0\.99"):
         load(tmp_path, ema={"decay": 0.99})

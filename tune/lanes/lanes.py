@@ -45,6 +45,7 @@ _START_S = 60.0
 _LOOK_S = 0.2
 _END_S = 20.0
 """How long a lane that was told to end may take to do so."""
+_SAY_AFTER_S = 2.0
 
 
 def start_mailbox(sweep: Storage) -> Any:
@@ -141,10 +142,19 @@ class Lanes:
         return [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
 
     def _await(self, timeout_s: float) -> None:
-        """Wait until all lanes have ended, or for `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        """Wait until all lanes have ended."""
+        began = time.monotonic()
+        is_said = False
+        while alive := self._alive():
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                return
+            if waited_s > _SAY_AFTER_S and not is_said:
+                is_said = True
+                logger.info(
+                    "waiting for lanes %s to end, %.0f s at most", alive, timeout_s
+                )
+            self._threads[alive[0]].join(_LOOK_S)
 
     def _end(self, lanes: Sequence[int]) -> None:
         """Tell lanes to end, and wait until their threads have ended."""
