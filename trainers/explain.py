@@ -476,7 +476,7 @@ def _of_steps(
     usual_s = statistics.median_low(profile.own_s)
     slowest_s = max(profile.own_s)
     words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s / usual_s:.2f} times as long for its own part of a step"
-    fix = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
+    fix = "look at that rank's node, or leave it out by `scaling.label_selector`"
     yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=fix)
 
     words = "steps wait for gradients to be added up over the ranks"

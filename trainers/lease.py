@@ -92,9 +92,8 @@ class Holder:
     def read(data: bytes) -> Holder | None:
         """Parse `lease.json`; None if it is damaged or incomplete."""
         try:
-            found = Holder(**json.loads(data))
-            return found if isinstance(found.pid, int) and found.pid > 0 else None
-        except (ValueError, TypeError, RecursionError):
+            return Holder(**json.loads(data))
+        except (ValueError, TypeError):
             return None
 
     def write(self) -> bytes:
@@ -111,7 +110,7 @@ class Holder:
         """Whether the holder's process, which must be on this machine, is running."""
         try:
             os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):
+        except ProcessLookupError:
             return False
         except PermissionError:
             pass  # another user's

@@ -88,8 +88,11 @@ class Objective(Settings):
         needed = self.metric in TO_TARGET and self.target is None
         self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
         check_direction("mode", self.metric, self.mode)
-        if self.metric in MEASURED and self.mode is not None:
-            self._check_known_mode(self.mode)
+        known = direction_of(self.metric)
+        is_turned = self.metric in MEASURED and self.mode not in (None, known)
+        rule = f"is not what is better of {self.metric}, which is known"
+        fix = "remove it, or write it into the target if it is its own"
+        self.refuse_if(is_turned, "mode", rule, fix)
         if self.target is not None:
             self._check_target(*self._target_parts())
         return self
@@ -102,14 +105,6 @@ class Objective(Settings):
         [name] = values
         mode = modes.get("mode") or self._mode_of(name)
         check_direction("target.mode", name, mode)
-
-    def _check_known_mode(self, mode: Mode) -> None:
-        """Raise ConfigError where the mode of what is measured is turned round."""
-        rule = f"is not what is better of {self.metric}, which is known"
-        fix = "remove it"
-        if self.metric in TO_TARGET:
-            fix = f"write `mode: {mode}` into the target if it is its own"
-        self.refuse_if(mode != direction_of(self.metric), "mode", rule, fix)
 
     def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
         """Split the target into its numbers and its words."""

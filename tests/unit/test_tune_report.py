@@ -262,7 +262,9 @@ def test_files_stay_readable_whatever_they_hold(sweep):
         )
         for n, value in enumerate(space["task_args.x"])
     ]
-    found = config(name, space=space, objective={"mode": "min", "target": {"val_loss": 1e308}})
+    found = config(
+        name, space=space, objective={"mode": "min", "target": {"val_loss": 1e308}}
+    )
     for ended in (records, records[1:], records[2:]):
         write_report(sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None)
         best = best_run(sweep)

@@ -100,7 +100,7 @@ class Manifest:
             now = json.loads(json.dumps(config.get(key)))
             if was != now:
                 raise CheckpointError(
-                    f"it is of another run: it was trained with {key} {show(was)}, this run has {show(now)}"
+                    f"it is of another run: it was trained with {key} {json.dumps(was)}, this run has {json.dumps(now)}"
                 )
 
 
