@@ -26,7 +26,7 @@ from trainers.storage import Storage
 from trainers.tracking.sinks import MlflowSink, Row, TrackedRun
 from tune.report.write import write_report
 from tune.search.space import grid
-from tune.sweeps.spec import SAVED, sweep_with
+from tune.sweeps.spec import prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
@@ -178,7 +178,7 @@ def a_sweep(tmp_path, tracking):
         "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]},
     }
     spec = sweep_with({**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {})
-    spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
+    prepare(spec, fresh=False)
     records = []
     for number, config in enumerate(grid(spec.config)):
         start = 1_760_000_000.0 + 100 * number
