@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.measure import KEPT
 from tests import fake_cuda
-from trainers.devices.device import environment
+from trainers.versions import environment
 
 REPOSITORY = Path(__file__).parents[1]
 STATE = REPOSITORY / "build" / "gpu"

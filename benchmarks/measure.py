@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainers.devices.device import environment
 from trainers.errors import first_line
+from trainers.versions import environment
 
 KEPT = Path(__file__).parent / "results"
 """Figures that documents quote: committed, and checked against the README."""

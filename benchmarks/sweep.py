@@ -132,7 +132,7 @@ def timed(*command: str) -> tuple[float, str]:
 
 def train_one(loop_config: dict[str, Any]) -> None:
     """What each worker of Ray's way runs: the same loop."""
-    from trainers.launch.spec import TrainJob
+    from trainers.launch.training import TrainJob
     from trainers.on_ray.worker_group import RayContext
 
     context = RayContext(None)

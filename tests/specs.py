@@ -13,7 +13,8 @@ from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.errors import ConfigError
-from trainers.launch.spec import RunSpec, TrainJob, make_spec, read_run
+from trainers.launch.spec import RunSpec, make_spec, read_run
+from trainers.launch.training import TrainJob
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage, parse_json

@@ -27,12 +27,12 @@ from trainers.launch.spec import (
     R,
     RunSpec,
     Spec,
-    TrainJob,
     check_precision,
     read_mapping,
     run_with,
     torchrun_world_size,
 )
+from trainers.launch.training import TrainJob
 from trainers.lease import delete_own, held
 from trainers.measure.result import RunResult
 from trainers.output import Output, Take, sending

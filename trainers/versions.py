@@ -1,12 +1,21 @@
-"""Installed packages: their versions, and torchao, which may be absent."""
+"""What a measurement depends on: installed packages and hardware.
 
+That includes torchao, which may be absent.
+"""
+
+import contextlib
 import importlib
 import importlib.util
+import os
 import platform
+import subprocess
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainers.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 
 def package_versions(*names: str) -> dict[str, str]:
@@ -21,6 +30,30 @@ def package_versions(*names: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def environment(device: "torch.device") -> dict[str, str]:
+    """Collect what a measurement depends on: versions, hardware, git commit.
+
+    It is saved with every run.
+    """
+    import torch  # seconds, which what else is here does without
+
+    report = {"platform": platform.platform(), "cpus": str(os.cpu_count())}
+    report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
+    report["device"] = str(device)
+    if device.type == "cuda":
+        report["gpu"] = torch.cuda.get_device_name(device)
+        report["cuda"] = torch.version.cuda or "none"
+    # no git here, or no repository
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.check_output(
+            ["git", "rev-parse", "HEAD"],  # noqa: S607
+            timeout=5,
+            stderr=subprocess.DEVNULL,
+        )
+        report["git_commit"] = commit.decode().strip()
+    return report
 
 
 def require_package(key: str, name: str, source: str | None = None) -> None:

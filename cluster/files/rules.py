@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster import Finding, error, warning
 from cluster.files.capacity import NodeType, load_prices
 from cluster.files.ray_up import (
     HEAD,
@@ -19,7 +20,6 @@ from cluster.files.ray_up import (
     ClusterFile,
     gpus_of,
 )
-from cluster.finding import Finding, error, warning
 from trainers.errors import MISSING, did_you_mean
 from trainers.versions import package_versions
 

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.finding import error
+from cluster import error
 from cluster.health import probes
 from cluster.health.probes import (
     Node,

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.finding import Finding, error
+from cluster import Finding, error
 from trainers.devices.peers import code_digest
 from trainers.errors import StorageError, first_line
 from trainers.storage import Storage

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.finding import error
+from cluster import error
 from cluster.health.probes import (
     Node,
     different,

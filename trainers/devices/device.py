@@ -8,11 +8,9 @@ import contextlib
 import gc
 import logging
 import os
-import platform
 import random
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +21,6 @@ import torch
 from torch import Tensor
 
 from trainers.errors import ConfigError
-from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -265,28 +262,6 @@ def grow_segments() -> None:
     chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not chosen:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Collect what a measurement depends on: versions, hardware, git commit.
-
-    It is saved with every run.
-    """
-    report = {"platform": platform.platform(), "cpus": str(os.cpu_count())}
-    report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
-    report["device"] = str(device)
-    if device.type == "cuda":
-        report["gpu"] = torch.cuda.get_device_name(device)
-        report["cuda"] = torch.version.cuda or "none"
-    # no git here, or no repository
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.check_output(
-            ["git", "rev-parse", "HEAD"],  # noqa: S607
-            timeout=5,
-            stderr=subprocess.DEVNULL,
-        )
-        report["git_commit"] = commit.decode().strip()
-    return report
 
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from trainers.config.train import TrainConfig
 from trainers.config.yaml import parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import ConfigError, did_you_mean
-from trainers.launch.process import without_collection
 from trainers.launch.user_code import (
     add_to_path,
     load_function,
@@ -32,7 +31,6 @@ from trainers.launch.user_code import (
 )
 from trainers.lease import fenced
 from trainers.loop.watchdog import watched
-from trainers.measure.result import RunResult
 from trainers.storage import Storage, parse_json, storage_uri
 
 if TYPE_CHECKING:
@@ -150,29 +148,6 @@ class Job(RunSpec, ABC, Generic[R]):
         """Parse the JSON of what `execute` returned."""
         found: R = parse_json(text, self.answer)
         return found
-
-
-class TrainJob(Job[RunResult]):
-    """Trains a run with our loop."""
-
-    answer = RunResult
-
-    def execute(self, context: RunContext) -> RunResult:
-        """Train as one worker."""
-        with watched(self.config.failure, context):
-            with without_collection():
-                import torch._dynamo  # noqa: F401 (every optimizer imports it)
-
-                from trainers.loop.fit import fit
-            try:
-                return fit(self.load_task(context), self.config, context)
-            except SystemExit as error:
-                if type(error) is not SystemExit:  # a lane's, which stops a trial
-                    raise
-                # The command would end with its code, which may be 0.
-                words = f"the task has left with exit code {error.code!r}"
-                failure = RuntimeError(words)
-                raise failure.with_traceback(error.__traceback__) from None
 
 
 def torchrun_world_size() -> int | None:

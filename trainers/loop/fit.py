@@ -25,7 +25,7 @@ from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.data.batch import Batch
 from trainers.data.stream import Stream
-from trainers.devices.device import environment, reset_peak_memory
+from trainers.devices.device import reset_peak_memory
 from trainers.errors import (
     ConfigError,
     PreemptedError,
@@ -60,6 +60,7 @@ from trainers.step.ceiling import next_smaller
 from trainers.step.evaluation import batch_seed
 from trainers.step.train_step import PhasedStep
 from trainers.task import Task
+from trainers.versions import environment
 
 logger = logging.getLogger(__name__)
 

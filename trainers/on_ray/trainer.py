@@ -29,7 +29,7 @@ from trainers.errors import (
     printable,
 )
 from trainers.launch.process import StopSignals, setup_logging
-from trainers.launch.spec import FunctionSpec, Job, R, RunSpec, TrainJob
+from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
@@ -250,14 +250,14 @@ def _run_worker(loop_config: Tree) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     quiet_reports()
     quiet_failures()  # printed below
-    job = TrainJob(**loop_config)
+    job: Job[RunResult] = loop_config["job"]
     context = RayContext(job.storage)
     setup_logging(context.rank, job.quiet)
     with telling(job, context):
         _execute(job, context)
 
 
-def _execute(job: TrainJob, context: RayContext) -> None:
+def _execute(job: Job[RunResult], context: RayContext) -> None:
     with _failing(context.rank):
         try:
             job.execute(context)
@@ -327,28 +327,28 @@ def run_job(job: Job[R]) -> R:
     return job.read_result(answer.encode())
 
 
-def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
+def run_on_ray(job: Job[RunResult], take: Take | None = None) -> RunResult:
     """Train on the connected cluster; call `check_cluster` first.
 
     `take` receives the run's records.
 
     Raises RunFailedError when the restarts for a kind of failure are used up.
     """
-    config = spec.config
+    config = job.config
     gpu = wants_gpu(config, capacity())
     if not isinstance(config.scaling.num_workers, int):
         free_dead_runs()
     # Ray's list of the checkpoints that it was told of: with one of them deleted, as
     # ours are once newer ones are complete, it refuses to go on with the run.
-    spec.storage.delete("checkpoint_manager_snapshot.json")
+    job.storage.delete("checkpoint_manager_snapshot.json")
     trainer = _Trainer(
         _run_worker,
-        train_loop_config=asdict(spec),
+        train_loop_config={"job": job},
         torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
         scaling_config=ray_scaling(config.scaling, gpu),
         run_config=ray.train.RunConfig(
-            name=spec.storage.name,
-            storage_path=spec.storage.parent.uri,
+            name=job.storage.name,
+            storage_path=job.storage.parent.uri,
             failure_config=ray.train.FailureConfig(
                 max_failures=-1,
                 **accepted(
@@ -356,19 +356,19 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
                     max_preemption_failures=config.failure.preempted,
                 ),
             ),
-            callbacks=[FailurePolicy(config.failure, spec.storage), NodeCount()],  # type: ignore[list-item]
-            **controller_logging(spec.quiet),
+            callbacks=[FailurePolicy(config.failure, job.storage), NodeCount()],  # type: ignore[list-item]
+            **controller_logging(job.quiet),
         ),
     )
     try:
-        with ending_with_cluster(_AGAIN), VitalSigns(), receiving(spec.storage, take):
-            _fit(trainer, spec.storage)
+        with ending_with_cluster(_AGAIN), VitalSigns(), receiving(job.storage, take):
+            _fit(trainer, job.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
     except ray.exceptions.RayActorError as error:
         words = f"Ray's controller of the run, an actor, died: {first_line(error)}"
         raise RunFailedError("node_lost", words, time.time()) from error
-    return spec.storage.read_json("result.json", RunResult)
+    return job.storage.read_json("result.json", RunResult)
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:

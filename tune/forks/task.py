@@ -28,7 +28,8 @@ from trainers.errors import (
     TooLargeError,
 )
 from trainers.launch.process import setup_logging
-from trainers.launch.spec import FunctionSpec, RunSpec, TrainJob, check_precision
+from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
+from trainers.launch.training import TrainJob
 from trainers.step.ceiling import next_smaller
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place

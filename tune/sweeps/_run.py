@@ -480,7 +480,7 @@ def environment() -> dict[str, str]:
     """Return the versions and nodes that the figures depend on."""
     import torch
 
-    from trainers.devices.device import environment as worker_environment
+    from trainers.versions import environment as worker_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     totals = ray.cluster_resources()
