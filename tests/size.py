@@ -13,6 +13,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rooms import PACKAGES, REPOSITORY, file_arrows
@@ -87,6 +88,16 @@ def with_one_importer() -> list[str]:
     return sorted(module for module, by in importers.items() if len(by) == 1)
 
 
+def longest_chain() -> list[str]:
+    """Return the modules of the longest chain of imports, the last one first."""
+    arrows = file_arrows()
+    chains: dict[str, list[str]] = {}
+    for module in TopologicalSorter(arrows).static_order():
+        below = [chains[imported] for imported in arrows.get(module, ())]
+        chains[module] = [module, *max(below, key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
 def main(folders: list[str]):
     """Print the table."""
     for folder in folders or [*PACKAGES, "tests"]:
@@ -96,6 +107,7 @@ def main(folders: list[str]):
     ]
     print(f"{'product':10} {size(product)}")
     print(f"{len(with_one_importer())} files with one importer")
+    print(f"{len(longest_chain())} files in the longest chain of imports")
     keys = set(
         re.findall(
             r"^\| (`.+?`)", (REPOSITORY / "docs/config.md").read_text(), re.MULTILINE
