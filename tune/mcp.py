@@ -4,25 +4,27 @@ Sweeps run as processes of the same command line, so that standard output is the
 protocol's alone. They outlive the server, and end by their budgets.
 """
 
-import functools
+import inspect
 import json
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from subprocess import DEVNULL, Popen
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any
 
-from mcp.server.mcpserver import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
+import anyio
+import mcp_types as types
+from mcp.server import Server
+from mcp.server.stdio import stdio_server
 from pydantic import Field
 
 from cluster.files.ray_up import load_cluster
-from trainers.config.model import Tree
+from trainers.command_line import Command
+from trainers.config.model import Tree, build
 from trainers.errors import (
     MISSING,
     POLICIES,
@@ -171,8 +173,8 @@ class Tools:
             found["process"] = {"exit_code": process.returncode, "last": records[-1:]}
         return found
 
-    def stop(self, directory: _Directory, trial: _Trial) -> Result:
-        """Stop a trial, or with "" the whole sweep; what has ended is kept."""
+    def stop(self, directory: _Directory, trial: _Trial = "") -> Result:
+        """Stop a trial, or without one the whole sweep; what has ended is kept."""
         self._allowed()
         if trial:
             name = steer(directory, "stop", trial)
@@ -273,41 +275,59 @@ def _answer(spec: SweepSpec, records: Records) -> Result:
     return told | summary(spec.config, records, environment, found)
 
 
-def make_server(limits: Limits | None) -> MCPServer[Any]:
-    """Return a server of the tools; one call at a time is made."""
+def make_server(limits: Limits | None) -> Server[Any]:
+    """Return a server of the tools."""
     tools = Tools(limits)
-    server = MCPServer("paceline", instructions=_INSTRUCTIONS)
+    names = "validate", "plan", "start", "extend", "watch", "stop", "explain", "answer"
+    offered: Tree = {name: getattr(tools, name) for name in names}
+    models = {name: Command(name, tool).model for name, tool in offered.items()}
     turn = threading.Lock()
 
-    def add(tool: Callable[..., Result]) -> None:
-        @functools.wraps(tool)
-        def tell(**given: Any) -> Result:
-            try:
+    def tell(name: str, given: Tree) -> types.CallToolResult:
+        found = None
+        words = f"{name!r} is no tool of this server; its tools are {', '.join(names)}"
+        try:
+            if name in offered:
+                arguments = dict(build(models[name], given, f"tool {name}"))
                 with turn:
-                    found: Result = as_data(tool(**given))
-                    return found
-            except PacelineError as error:
-                raise ToolError(str(error)) from error
-            except Exception as error:  # the user's own, as from a task's constructor
-                words = f"{type(error).__name__}: {first_line(error)}"
-                raise ToolError(words) from error
+                    found = as_data(offered[name](**arguments))
+                words = json.dumps(found, indent=1)
+        except PacelineError as error:
+            words = str(error)
+        except Exception as error:  # the user's own, as from a task's constructor
+            words = f"{type(error).__name__}: {first_line(error)}"
+        content = [types.TextContent(type="text", text=words)]
+        has_failed = found is None
+        return types.CallToolResult(
+            content=content, structured_content=found, is_error=has_failed
+        )
 
-        server.add_tool(tell)
+    async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
+        shown = []
+        for name, tool in offered.items():
+            schema = models[name].model_json_schema()
+            words = inspect.getdoc(tool)
+            shown.append(types.Tool(name=name, description=words, input_schema=schema))
+        return types.ListToolsResult(tools=shown)
 
-    for tool in (
-        tools.validate,
-        tools.plan,
-        tools.start,
-        tools.extend,
-        tools.watch,
-        tools.stop,
-        tools.explain,
-        tools.answer,
-    ):
-        add(tool)
-    return server
+    async def call_tool(context: Any, params: Any) -> types.CallToolResult:
+        given = params.arguments or {}
+        return await anyio.to_thread.run_sync(tell, params.name, given)
+
+    return Server(
+        "paceline",
+        instructions=_INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
 
 
 def serve(limits: Limits | None) -> None:
     """Serve on standard input and output until the client leaves."""
-    make_server(limits).run()
+    server = make_server(limits)
+
+    async def run() -> None:
+        async with stdio_server() as (received, sent):
+            await server.run(received, sent, server.create_initialization_options())
+
+    anyio.run(run)

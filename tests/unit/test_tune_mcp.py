@@ -64,11 +64,15 @@ def budget(trials=8, usd=0.5, **more):
 
 
 MALFORMED: list[tuple[str, dict[str, Any], str]] = [
-    ("", {}, "Unknown tool"),
-    ("strat", {}, "Unknown tool: strat"),
-    ("_run", {}, "Unknown tool"),
-    ("validate", {}, "sweep\n  Field required"),
-    ("validate", {"sweep": 3}, "should be a valid string"),
+    ("", {}, "is no tool of this server"),
+    ("strat", {}, "its tools are validate, plan, start"),
+    ("_run", {}, "is no tool of this server"),
+    ("__init__", {}, "is no tool of this server"),
+    ("\x00", {}, "is no tool of this server"),
+    ("validate", {}, "`sweep` is required"),
+    ("validate", {"sweep": None}, "must be text"),
+    ("validate", {"sweep": 3}, "must be text"),
+    ("validate", {"sweep": ["a"]}, "must be text"),
     ("validate", {"sweep": "nowhere.yaml"}, "is not there"),
     ("validate", {"sweep": ""}, "the file"),
     ("validate", {"sweep": "/"}, "/"),
@@ -76,14 +80,15 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("validate", {"sweep": "x" * 5000}, "too long"),
     ("validate", {"sweep": "ftp://host/x.yaml"}, "ftp"),
     ("validate", {"sweep": CLUSTER}, "there is no such key"),
-    ("validate", {"sweep": SWEEP, "settings": 3}, "valid dictionary"),
+    ("validate", {"sweep": SWEEP, "swep": 1}, "did you mean `sweep`?"),
+    ("validate", {"sweep": SWEEP, "settings": 3}, "must be a mapping"),
     ("validate", {"sweep": SWEEP, "settings": {"lanes": -1}}, "at least 1"),
     ("validate", {"sweep": SWEEP, "settings": {"lans": 1}}, "did you mean `lanes`?"),
     ("validate", {"sweep": SWEEP, "settings": {"": 1}}, "no such key"),
     ("validate", {"sweep": SWEEP, "settings": {"space.lr": [1]}}, "space.lr"),
     ("validate", {"sweep": SWEEP, "settings": {"train.epochs": "ten"}}, "epochs"),
     ("validate", {"sweep": SWEEP, "settings": {"train": 7}}, "train"),
-    ("plan", {"sweep": SWEEP}, "cluster\n  Field required"),
+    ("plan", {"sweep": SWEEP}, "`cluster` is required"),
     ("plan", {"sweep": SWEEP, "cluster": SWEEP}, "sweep.yaml"),
     (
         "plan",
@@ -110,14 +115,9 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("start", {"sweep": SWEEP, "settings": budget(fresh=True)}, "no such key"),
     ("extend", {"directory": "nowhere"}, "holds no sweep"),
     ("extend", {"directory": SWEEP}, "holds no sweep"),
-    ("stop", {"directory": "nowhere"}, "trial\n  Field required"),
-    (
-        "stop",
-        {"directory": "nowhere", "trial": ""},
-        "is no sweep that this server runs",
-    ),
+    ("stop", {"directory": "nowhere"}, "is no sweep that this server runs"),
     ("stop", {"directory": "nowhere", "trial": "1"}, "holds no sweep"),
-    ("explain", {"directory": "nowhere"}, "trial\n  Field required"),
+    ("explain", {"directory": "nowhere"}, "`trial` is required"),
     ("explain", {"directory": "SWEPT", "trial": "zzz"}, "is no trial of this sweep"),
     ("explain", {"directory": "SWEPT", "trial": ""}, "`TRIAL` is needed"),
     ("answer", {"directory": "nowhere"}, "holds no sweep"),
@@ -138,7 +138,9 @@ def test_what_is_malformed_is_answered_with_a_sentence(swept):
                 assert words in said, (tool, given, said)
                 assert "Traceback" not in said
                 assert 'File "' not in said
+                assert "pydantic" not in said
 
+    assert len(MALFORMED) >= 40
     anyio.run(ask)
 
 
@@ -147,13 +149,13 @@ def test_what_is_malformed_is_answered_with_a_sentence(swept):
     [
         ("start", {"sweep": SWEEP, "settings": budget()}),
         ("extend", {"directory": "nowhere"}),
-        ("stop", {"directory": "nowhere", "trial": ""}),
+        ("stop", {"directory": "nowhere"}),
     ],
 )
 def test_without_leave_nothing_is_run(tool, given, call):
     is_error, said = call(tool, **given)
     assert is_error
-    assert "`--allow-run` was not given to this server" in said
+    assert said.startswith("`--allow-run` was not given to this server")
 
 
 def test_a_sweep_that_was_extended_is_not_started_as_it_was(tmp_path):
