@@ -399,6 +399,11 @@ def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
     """
     groups = []
     state = {}
+    was = [len(group["params"]) for group in saved["param_groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if was != now:
+        words = f"its groups have {was} parameters, this run's have {now}"
+        raise CheckpointError(f"it does not fit this optimizer: {words}")
     pairs = zip(saved["param_groups"], optimizer.param_groups, strict=True)
     for theirs, ours in pairs:
         how = {option: ours[option] for option in _HOW if option in ours}
