@@ -120,10 +120,8 @@ class ProfileJob(Job[StepProfile]):
         end_at_once()
         context.storage = None
         replica = build_replica(self.load_task(), self.config, context)
-        try:
+        with contextlib.closing(replica):
             return profile_steps(replica, self.seconds)
-        finally:
-            replica.close()
 
 
 def profile_steps(replica: Replica, seconds: float) -> StepProfile:
@@ -134,7 +132,10 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     clock = PartClock(device)
     with parts_timed(replica, clock):
         steps = Steps(replica, clock)
-        count = steps.warm(seconds)
+        steps.time_s(WARMUP_STEPS)
+        each_s = steps.time_s(2)
+        clock.reads.clear()
+        count = group.first(max(_FEWEST_TRACED, int(seconds / each_s)))
         step_s = steps.time_s(count)
         reads = {place: read_s / count for place, read_s in clock.reads.items()}
         parts = steps.parts_s(count)
@@ -260,17 +261,6 @@ class Steps:
         fetched = self._fetched(batches)
         with self.clock.within("forward"):
             self.replica.step(fetched, sizes, size, idle=not any(sizes))
-
-    def warm(self, seconds: float) -> int:
-        """Take the first steps; return how many steps take about `seconds`.
-
-        The number is the same on all ranks.
-        """
-        self.time_s(WARMUP_STEPS)
-        each_s = self.time_s(2)
-        self.clock.reads.clear()
-        count = max(_FEWEST_TRACED, int(seconds / each_s))
-        return self.replica.group.first(count)
 
     def time_s(self, count: int) -> float:
         """Return the mean time of `count` steps."""
@@ -660,9 +650,7 @@ class CompareJob(Job[Gain]):
         torch.compiler.reset()  # each turn compiles as a run does
         spec = replace(self, tree=tree)
         replica = build_replica(spec.load_task(), spec.config, context)
-        try:
+        with contextlib.closing(replica):
             steps = Steps(replica, PartClock(replica.device))
             steps.time_s(WARMUP_STEPS)
             return replica.group.first(steps.time_s(self.steps))
-        finally:
-            replica.close()

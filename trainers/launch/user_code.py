@@ -157,9 +157,8 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
     if found is None:
         rule = f"names no {kind} of {module.__file__}"
         otherwise = f"name a {kind} that is there"
-        beside = dir(module)
         fix = did_you_mean(
-            name, beside, otherwise, lambda near: f"{module_name}:{near}"
+            name, dir(module), otherwise, lambda near: f"{module_name}:{near}"
         )
         raise ConfigError(key, named, rule, fix, source)
     return found
