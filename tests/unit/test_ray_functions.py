@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import socket
+import sys
 import threading
 import types
 import uuid
@@ -26,7 +27,7 @@ from tune.forks.function import picklable
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace, makes_trainer
+from tune.ray.tuner import _Pace, makes_trainer, without_exits
 
 made = []
 
@@ -133,6 +134,22 @@ def test_no_run_goes_on_from_another_that_began_in_the_same_second():
     named = ray.train.RunConfig(name="mine")
     assert len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name}) == 4
     assert with_own_name(named).name == "mine"
+
+
+def test_an_exit_amid_a_collection_is_not_shown(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", without_exits)
+
+    class Ends:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    Ends(SystemExit(1))
+    assert capsys.readouterr().err == ""
+    Ends(KeyError("lost"))
+    assert "KeyError" in capsys.readouterr().err
 
 
 def leaves(error):

@@ -71,6 +71,7 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         )  # where the driver calls Ray
         os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", _END_S)
         report_in_process()
+        sys.unraisablehook = without_exits
         ray.get(lanes.enter.remote(actor))
         try:
             fork = Zygote.of_functions(pool).fork(
@@ -95,6 +96,15 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
     run.__name__ = getattr(driver, "__name__", run.__name__)
     run.__qualname__ = getattr(driver, "__qualname__", run.__qualname__)
     return tune.with_resources(run, _TOKEN)
+
+
+def without_exits(unraisable: Any) -> None:
+    """Say nothing of an exit that Python cannot raise.
+
+    Ray ends a trial's actor by a SIGTERM, whose SystemExit may come in a collection.
+    """
+    if not isinstance(unraisable.exc_value, SystemExit):
+        sys.__unraisablehook__(unraisable)
 
 
 def _wait_for_others(pool: Any, actor: str) -> None:
