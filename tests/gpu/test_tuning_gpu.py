@@ -38,7 +38,8 @@ def test_only_full_steps_of_long_runs_are_tuned(steps, deterministic, passes):
         "cuda_graphs": False,
     }
     options["deterministic"] = deterministic
-    train(CUDA, task=Notes(samples=4 * 24 + 10), **options)
+    result = train(CUDA, task=Notes(samples=4 * 24 + 10), **options)
     assert len(TUNED) == passes
     assert {*TUNED} <= {(24, True)}
     assert not torch.backends.cudnn.benchmark
+    assert {"probe", "training", "evaluation"} <= result.phases_s.keys()

@@ -103,4 +103,5 @@ def test_auto_finds_the_boundary_once_and_a_resume_knows_it_and_runs_only_what_h
         spent = again[record.id].spent
         assert min(spent.starting_s, spent.training_s) > 0
         assert spent.starting_s + spent.training_s < spent.total_s
+        assert sum(spent.phases_s.values()) == pytest.approx(spent.total_s)
         assert spent.began + spent.total_s <= again[record.id].end_time
