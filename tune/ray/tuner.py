@@ -14,6 +14,7 @@ from typing import Any, Self
 import ray
 import ray.train
 from ray import cloudpickle, tune
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -29,6 +30,7 @@ from tune.lanes.controller import beside_driver
 from tune.ray._controller import is_stopped, report_in_process
 from tune.ray._driver import Asked
 from tune.ray._pool import Pool
+from tune.ray_internals import without_tags
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
@@ -193,7 +195,8 @@ class Tuner(tune.Tuner):
         actor: Any = ray.remote(Pool).options(name=self._pool_name, **options)
         pool = actor.remote(self._pool_name, sweep)
         try:
-            return super().fit()
+            with without_tags():
+                return super().fit()
         finally:
             self.restarts = ray.get(pool.close.remote())
             ray.kill(pool)
@@ -242,7 +245,9 @@ class _Pace(tune.Callback):
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Allow more trials at a time if that pays; called by Tune in its loop."""
         now = time.monotonic()
-        if self._search is None or now - self._looked < _LOOK_S:
+        has_begun = any(trial.status != Trial.PENDING for trial in trials)
+        # The pool may still be starting, and Tune's loop would wait for it.
+        if self._search is None or not has_begun or now - self._looked < _LOOK_S:
             return
         self._looked = now
         pool: Any = ray.get_actor(self._pool_name)
