@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from trainers.devices.device import (
-    environment,
     peak_memory_bytes,
     reset_peak_memory,
     resolve_device,
@@ -20,6 +19,7 @@ from trainers.devices.device import (
     total_memory_bytes,
 )
 from trainers.errors import ConfigError
+from trainers.versions import environment
 
 CPU = torch.device("cpu")
 

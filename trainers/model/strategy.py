@@ -275,10 +275,11 @@ class Replicated(DistributedDataParallel):
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
+            names = shorten(unused_parameters(self.module))
             raise ConfigError(
                 "strategy",
                 "ddp",
-                "waits for gradients of parameters that other batches have used, and this loss does not depend on all of them",
+                f"waits for a gradient of what other batches have used, and this loss does not depend on {names}",
                 "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
             ) from error
 
