@@ -103,7 +103,7 @@ class Objective(Settings):
         malformed = len(values) != 1 or bool(modes.keys() - {"mode"})
         self.refuse_if(malformed, "target", "is not one metric and its value", fix)
         [name] = values
-        mode = modes.get("mode") or self._mode_of(name)
+        mode = modes.get("mode") or self.mode_of(name)
         check_direction("target.mode", name, mode)
 
     def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
@@ -117,7 +117,7 @@ class Objective(Settings):
                 words[name] = value
         return numbers, words
 
-    def _mode_of(self, name: str) -> Mode | None:
+    def mode_of(self, name: str) -> Mode | None:
         """Whether less or more of a metric is better, where `mode` or its name says it."""
         own = self.mode if name == self.metric else None
         return own or direction_of(name)
@@ -144,7 +144,7 @@ class Objective(Settings):
         """The target, with its direction."""
         values, modes = self._target_parts()
         for name, value in values.items():
-            mode = modes.get("mode") or self._mode_of(name)
+            mode = modes.get("mode") or self.mode_of(name)
             assert mode is not None
             return Target(name, value, mode)
         return None

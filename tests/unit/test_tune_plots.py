@@ -160,6 +160,28 @@ def test_figures_without_what_is_not_finite(value):
     assert draw(config(), [odd]) == {}
 
 
+def test_only_the_worst_of_a_curve_is_off_the_axis_whoever_says_what_is_better():
+    def drawn(name, metric, mode):
+        records = []
+        for found in done():
+            curve = [
+                {"train_time_s": row["train_time_s"], name: row["val_accuracy"]}
+                for row in found.curve
+            ]
+            metrics = {name: found.metrics["val_accuracy"]}
+            records.append(replace(found, curve=curve, metrics=metrics))
+        wanted = config(metric, objective={"target": None, "mode": mode})
+        return draw(wanted, records)["Learning curves"]
+
+    def lines(figure):
+        return re.findall(r' d="(M[^"]+)"', figure.svg)
+
+    said = drawn("val_skill", "val_skill", "max")
+    assert lines(said) == lines(drawn("val_accuracy", "val_accuracy", None))
+    assert "off the axis" in said.caption
+    assert "off the axis" not in drawn("val_skill", "samples_per_s", None).caption
+
+
 def test_how_sure_a_time_to_the_target_is():
     """Of one run between two evaluations, of finalists the interval of their repeats."""
     before = {"step": 1.0, "train_time_s": 2.5, "val_accuracy": 0.9}

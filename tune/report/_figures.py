@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.model import Tree
-from trainers.config.sections import direction_of
 from tune.config import TO_TARGET, SweepConfig
 from tune.report.words import (
     Trials,
@@ -466,10 +465,12 @@ def _curves(data: FigureData) -> Figure | None:
     longest_s, _ = max(max(points) for _, points in lines)
     size, unit = time_unit(longest_s)
     target = data.objective.goal
+    mode = data.objective.mode_of(metric)
     goal = None
     if target and target.metric == metric and is_number(target.value):
+        mode = target.mode
         goal = target.value
-    is_max = direction_of(metric) == "max"
+    is_max = mode == "max"
     values = [y for _, points in lines for _, y in points]
     values.sort(reverse=not is_max)
     worst = values[len(values) // 5]
@@ -486,7 +487,7 @@ def _curves(data: FigureData) -> Figure | None:
         canvas.axes.axhline(goal, color=_FG, **look)
         notes.append("The dashed line is the target.")
         worst = min(worst, goal) if is_max else max(worst, goal)
-    if worst != values[0]:
+    if mode is not None and worst != values[0]:
         limit: Tree = {"bottom" if is_max else "top": worst}
         canvas.axes.set_ylim(**limit)
         notes.append("The worst evaluations are off the axis.")
