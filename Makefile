@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all test-lab test-ray test-rest aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all test-lab test-ray test-fake test-rest aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -28,22 +28,26 @@ test: install
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 $(BY_FILE) \
 	  tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
-# The lab (skipped without root) and what shares one Ray cluster mostly wait: they run beside all else, one test after the
-# other, and what they say comes at their end.
+# The lab (skipped without root) and what shares one Ray cluster mostly wait, and what needs a GPU runs on a CUDA that needs
+# none: each runs beside all else, one test after the other, and what it says comes at its end.
 test-all: install
-	+$(MAKE) --no-print-directory --jobs 3 test-lab test-ray test-rest
+	+$(MAKE) --no-print-directory --jobs 4 test-lab test-ray test-fake test-rest
 
-test-lab: TESTS := tests/lab
-test-ray: TESTS := tests/on_ray
-test-lab test-ray: install
-	@mkdir -p build
-	$(BIN)/python -m pytest -m "not campaign" $(TESTS) >build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
+beside = mkdir -p build; $(BIN)/python $(1) >build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
 
+test-lab: install
+	$(call beside,-m pytest -m "not campaign" tests/lab)
+
+test-ray: install
+	$(call beside,-m pytest -m "not campaign" tests/on_ray)
+
+test-fake: install
+	$(if $(shell command -v g++),$(call beside,-m tests.fake_cuda -m pytest -m "gpu and not campaign" tests/gpu),\
+	  @echo "skipped: the fake CUDA needs g++ (apt-get install g++)")
+
+# The longest first.
 test-rest: install
-	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/distributed tests/unit tests/gpu benchmarks/tests tests/faults tests/commands tests/contract
-	@echo "=== what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
-	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
-	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
+	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/distributed tests/commands tests/faults tests/contract benchmarks/tests tests/gpu tests/unit
 
 # What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
 # minutes): `make ray-contract RAY=2.55.0`. The range is in pyproject.toml.

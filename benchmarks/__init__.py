@@ -1,4 +1,4 @@
-"""One script a claim, with every peer in the same run.
+"""Benchmarks: one script per claim, which runs all peers of a comparison in turn.
 
-results/ is dated, with hardware and versions.
+The files in results/ are dated, and name the hardware and the versions.
 """

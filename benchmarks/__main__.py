@@ -1,10 +1,11 @@
-"""Run every benchmark of a CPU in turn, each in a process of its own.
+"""Run all benchmarks that need no GPU, one after another, each in its own process.
 
 Run as: python -m benchmarks [--keep]      a short form of each
-        python -m benchmarks --full        the long form, for hours; kept, and what is
-                                           kept today is skipped
-What one of them cannot do holds up none of the others. `python -m benchmarks.gpu` is
-for a GPU.
+        python -m benchmarks --full        the long form, which takes hours: the results
+                                           are kept, and a benchmark is skipped if it
+                                           has a kept result of this day
+
+A benchmark that fails does not stop the others. `python -m benchmarks.gpu` is for a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Script:
-    """A benchmark, and what it is given."""
+    """A benchmark, and its arguments."""
 
     result: str
-    """The name that its figures are kept under."""
+    """The name under which its figures are kept."""
     module: str
     arguments: tuple[str, ...]
 
@@ -49,7 +50,7 @@ FULL = [
 
 
 def due(scripts: list[Script], today: str, kept: Path) -> list[Script]:
-    """The scripts without a kept result of this day."""
+    """Return the scripts without a kept result of this day."""
     return [
         script
         for script in scripts
@@ -58,7 +59,7 @@ def due(scripts: list[Script], today: str, kept: Path) -> list[Script]:
 
 
 def run(script: Script, extra: list[str]) -> bool:
-    """Whether it ended well."""
+    """Run a script; return whether it ended well."""
     command = [
         sys.executable,
         "-m",
@@ -76,7 +77,7 @@ def run(script: Script, extra: list[str]) -> bool:
 
 
 def run_all(scripts: list[Script], keep: bool) -> list[str]:
-    """The names of those that failed."""
+    """Run scripts; return the names of those that failed."""
     return [
         script.result
         for script in scripts
@@ -86,7 +87,8 @@ def run_all(scripts: list[Script], keep: bool) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--full", action="store_true", help="the long form of each, resumable"
@@ -96,9 +98,13 @@ def main() -> int:
     )
     given = parser.parse_args()
     began = time.monotonic()
-    scripts = due(FULL, time.strftime("%Y-%m-%d"), KEPT) if given.full else SHORT
+    scripts = (
+        due(FULL, time.strftime("%Y-%m-%d"), KEPT) if given.full else SHORT
+    )
     if skipped := [
-        script.result for script in FULL if given.full and script not in scripts
+        script.result
+        for script in FULL
+        if given.full and script not in scripts
     ]:
         print(f"kept today already, and skipped: {', '.join(skipped)}")
     failed = run_all(scripts, given.keep or given.full)

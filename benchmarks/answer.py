@@ -1,12 +1,18 @@
-"""Does a sweep name the fastest configuration, again and again, with true claims?
+"""Does a sweep name the fastest configuration every time, and are its claims true?
 
-Run as: python -m benchmarks.answer [TABLE.json ...] [--keep] Replays 200 sweeps by grid
-over tables of curves (benchmarks/README.md has their format), or over the frozen ones
-of benchmarks/results: nothing is trained. A replayed sweep is a sweep's own code (its
-race of finalists, its answer) over records that are drawn: the samples to the target of
-a configuration are log-normal, about the geometric mean of the table's seeds and with
-the spread that they have within configurations; the throughput and the curve, stretched
-to that, are a seed's. The truth is the geometric mean at the median throughput.
+Run as: python -m benchmarks.answer [TABLE.json ...] [--keep]
+
+Replays 200 sweeps by grid over each given table of curves (benchmarks/README.md
+has the format), or over each table in benchmarks/results. Nothing is trained.
+
+A replayed sweep runs a sweep's own code (the race of finalists and the answer)
+on trial records that are drawn at random. A configuration's number of samples
+to the target is drawn from a log-normal distribution. Its geometric mean is that
+of the configuration's seeds in the table, and its spread is that of seeds
+within a configuration. The throughput is that of a random seed. The curve is
+also that of a random seed, stretched to the drawn number of samples. The true
+time to the target is the geometric mean of the samples, divided by the median
+throughput.
 """
 
 from __future__ import annotations
@@ -26,13 +32,19 @@ from benchmarks.measure import KEPT, save
 from tune.config import SweepConfig
 from tune.report.answer import Answer, answer
 from tune.search.finalists import repeats_to_run
-from tune.trials.record import EQUAL, Purpose, TrialRecord, time_to_target, trial_id
+from tune.trials.record import (
+    EQUAL,
+    Purpose,
+    TrialRecord,
+    time_to_target,
+    trial_id,
+)
 
 REPLAYS = 200
 
 
 class Table:
-    """Runs of each configuration, a seed each, and their times to the target."""
+    """The runs of each configuration, one per seed, and the true times to the target."""
 
     def __init__(self, path: Path) -> None:
         tree = json.loads(path.read_text())
@@ -48,26 +60,39 @@ class Table:
             name = trial_id(config)
             self.configs[name] = config
             self.runs.setdefault(name, []).append(run)
-        keys = dict.fromkeys(key for config in self.configs.values() for key in config)
+        keys = dict.fromkeys(
+            key for config in self.configs.values() for key in config
+        )
         space = {
             key: list(
-                dict.fromkeys(config.get(key) for config in self.configs.values())
+                dict.fromkeys(
+                    config.get(key) for config in self.configs.values()
+                )
             )
             for key in keys
         }
         objective = {"metric": "time_to_target", "target": tree["target"]}
         self.sweep = SweepConfig.model_validate(
-            {"train": {"task": path.stem}, "space": space, "objective": objective}
+            {
+                "train": {"task": path.stem},
+                "space": space,
+                "objective": objective,
+            }
         )
         self.rates = {
             name: [run["samples_per_s"] for run in runs if run["curve"]]
             for name, runs in self.runs.items()
         }
         logs = {
-            name: [math.log(one) for one in self._needed(name)] for name in self.runs
+            name: [math.log(one) for one in self._needed(name)]
+            for name in self.runs
         }
-        self.means = {name: statistics.fmean(own) for name, own in logs.items() if own}
-        squares = [statistics.variance(own) for own in logs.values() if len(own) > 1]
+        self.means = {
+            name: statistics.fmean(own) for name, own in logs.items() if own
+        }
+        squares = [
+            statistics.variance(own) for own in logs.values() if len(own) > 1
+        ]
         self.spread = math.sqrt(statistics.fmean(squares)) if squares else 0.0
         self.truth = {
             name: math.exp(mean) / statistics.median(self.rates[name])
@@ -75,26 +100,29 @@ class Table:
         }
 
     def samples_to_target(self, run: dict[str, Any]) -> float | None:
-        """Samples at the first evaluation that met the target."""
+        """Return the samples at a run's first evaluation that met the target, if any."""
         for samples, value, *_ in run["curve"]:
             if self.sweep.objective.reached({self.metric: value}):
                 return float(samples)
         return None
 
     def _needed(self, name: str) -> list[float]:
-        """Return the samples to the target of each seed.
+        """Return the samples that each seed of a configuration took to the target.
 
-        For a seed that did not meet it: all that it had.
+        A seed that did not meet the target counts with all samples of its run.
         """
         runs = [run for run in self.runs[name] if run["curve"]]
         return [
-            self.samples_to_target(run) or float(run["curve"][-1][0]) for run in runs
+            self.samples_to_target(run) or float(run["curve"][-1][0])
+            for run in runs
         ]
 
     def whole_samples(self) -> float:
-        """Samples of training every configuration once to its last step."""
+        """Return how many samples the grid takes if every trial runs to its last step."""
         return sum(
-            statistics.mean(run["curve"][-1][0] if run["curve"] else 0 for run in runs)
+            statistics.mean(
+                run["curve"][-1][0] if run["curve"] else 0 for run in runs
+            )
             for runs in self.runs.values()
         )
 
@@ -105,7 +133,7 @@ class Table:
         purpose: Purpose = "trial",
         seed: int | None = None,
     ) -> TrialRecord:
-        """Draw what a trial to the target shows."""
+        """Draw the record of a trial that ends at the target."""
         config = self.configs[name]
         run = rng.choice(self.runs[name])
         rate = rng.choice(self.rates[name] or [1.0])
@@ -128,7 +156,9 @@ class Table:
             )
         time_s = time_to_target(self.sweep.objective, curve)
         curve = [
-            row for row in curve if time_s is None or row["train_time_s"] <= time_s
+            row
+            for row in curve
+            if time_s is None or row["train_time_s"] <= time_s
         ]
         return TrialRecord(
             trial_id(config, purpose, seed),
@@ -147,20 +177,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One sweep that has ended."""
+    """A sweep that was replayed."""
 
     answer: Answer
     samples: float
-    """That it trained on, repeats included."""
+    """The number of samples that the sweep trained on, including repeats."""
     num_repeats: int
 
     @property
     def pick(self) -> str | None:
-        """The configuration that it names."""
+        """The ID of the configuration that the sweep names as best."""
         return self.answer.best.id if self.answer.best else None
 
     def excludes(self, configuration: str | None) -> bool:
-        """Whether it says that a configuration is slower than its own pick."""
+        """Return whether the sweep says that a configuration is slower than its pick."""
         return configuration in {
             final.record.id for final in self.answer.finals if not final.equal
         }
@@ -177,22 +207,30 @@ def sweep(table: Table, seed: int) -> Sweep:
         ]
     samples = sum(record.samples or 0.0 for record in records)
     return Sweep(
-        answer(table.sweep, records), samples, len(records) - len(table.configs)
+        answer(table.sweep, records),
+        samples,
+        len(records) - len(table.configs),
     )
 
 
 def judge(table: Table, count: int = REPLAYS) -> dict[str, Any]:
-    """Replay `count` sweeps; returns what they say, and how often that is true."""
+    """Replay `count` sweeps; return what they say, and how often that is true."""
     sweeps = [sweep(table, seed) for seed in range(count)]
     best_s = min(table.truth.values())
-    regrets = [table.truth.get(one.pick or "", math.inf) / best_s for one in sweeps]
+    regrets = [
+        table.truth.get(one.pick or "", math.inf) / best_s for one in sweeps
+    ]
     ahead = [one.answer.most_ahead or math.inf for one in sweeps]
     bounds = list(zip(regrets, ahead, strict=True))
-    claims = [regret <= 1 + EQUAL for regret, most in bounds if most <= 1 + EQUAL]
+    claims = [
+        regret <= 1 + EQUAL for regret, most in bounds if most <= 1 + EQUAL
+    ]
     return agreement(sweeps) | {
         "spread": table.spread,
         "regret_median": statistics.median(regrets),
-        "within_5_percent": statistics.mean(regret <= 1 + EQUAL for regret in regrets),
+        "within_5_percent": statistics.mean(
+            regret <= 1 + EQUAL for regret in regrets
+        ),
         "regret_worst": max(regrets),
         "bound_holds": statistics.mean(
             regret <= most * (1 + 1e-9) for regret, most in bounds
@@ -207,41 +245,54 @@ def judge(table: Table, count: int = REPLAYS) -> dict[str, Any]:
 
 
 def agreement(sweeps: Sequence[Sweep]) -> dict[str, Any]:
-    """Return how often sweeps of one kind agree.
+    """Return how often sweeps over the same table agree.
 
-    `same_or_equal`: of all pairs, those with one winner, or of which one does not call
-    the other's winner slower. `names_the_usual`: sweeps that name the winner that most
-    name, or do not call it slower.
+    `same_winner` is the share of pairs of sweeps with the same winner.
+    `same_or_equal` also counts a pair if at least one of its sweeps does not
+    call the other's winner slower. `names_the_usual` is the share of sweeps
+    that do not call the most frequent winner slower.
     """
     pairs = [
-        (one, other) for at, one in enumerate(sweeps) for other in sweeps[at + 1 :]
+        (one, other)
+        for at, one in enumerate(sweeps)
+        for other in sweeps[at + 1 :]
     ]
     picks = Counter(one.pick for one in sweeps)
     usual = picks.most_common(1)[0][0]
     same = [one.pick == other.pick for one, other in pairs]
     disagree = [
-        one.excludes(other.pick) and other.excludes(one.pick) for one, other in pairs
+        one.excludes(other.pick) and other.excludes(one.pick)
+        for one, other in pairs
     ]
     return {
         "sweeps": len(sweeps),
         "winners": len(picks),
         "same_winner": statistics.mean(same),
         "same_or_equal": statistics.mean(
-            is_same or not no for is_same, no in zip(same, disagree, strict=True)
+            is_same or not no
+            for is_same, no in zip(same, disagree, strict=True)
         ),
-        "names_the_usual": statistics.mean(not one.excludes(usual) for one in sweeps),
+        "names_the_usual": statistics.mean(
+            not one.excludes(usual) for one in sweeps
+        ),
     }
 
 
 def main() -> None:
     """Judge each table, and print what was found."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "tables", nargs="*", type=Path, default=sorted(KEPT.glob("ground-truth-*.json"))
+        "tables",
+        nargs="*",
+        type=Path,
+        default=sorted(KEPT.glob("ground-truth-*.json")),
     )
-    parser.add_argument("--keep", action="store_true", help="into benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for path in args.tables:

@@ -1,17 +1,25 @@
 """How long does a checkpoint hold up training?
 
-Written at once, in the background, and against a plain copy.
+The checkpoint is written at once or in the background, and a plain copy is the
+baseline.
 
-Run as: python -m benchmarks.checkpoint [ROUNDS] [--mb 10,200] [--directory DIR]
-[--short | --full] [--keep] Sizes are of the state (a model and its AdamW moments);
-`--full` adds 2 GB to 10, 200 and 500 MB, `--short` is two rounds of 10 and 200. Each
-round takes, in turn: `memcpy`, torch.clone of every tensor (measured twice: the A/A
-floor); `sync`, a checkpoint that is written at once; `async`, the time in which the
-loop is held up (the copy to host memory, then each call of `advance`) while steps of a
-small model go on; `slowdown`, what the same steps lost to the writing thread beside
-them; `ray async`, torch.save and Ray's `report` with CheckpointUploadMode.ASYNC until
-training goes on. Medians in ms. All in the worker of a TorchTrainer; where Ray is not
-installed, in this process without `ray async`.
+Run as: python -m benchmarks.checkpoint [ROUNDS] [--mb 10,200] [--directory
+    DIR] [--short | --full] [--keep]
+
+The state (a model and its AdamW moments) has 10, 200 or 500 MB. `--full` adds
+2 GB; `--short` runs two rounds of 10 and 200 MB. Each round measures, in turn:
+
+    memcpy       a copy of every tensor to host memory (twice, for the A/A floor)
+    sync         a checkpoint that is written at once
+    async        a checkpoint that is written in the background: the time in which
+                 it holds up the steps of a small model (for the copy to host
+                 memory, and then for each call of `advance`)
+    slowdown     the time that these steps lost to the writing thread
+    ray async    torch.save and Ray's `report` with CheckpointUploadMode.ASYNC,
+                 until training can continue
+
+The figures are medians in ms. They are taken in the worker of a TorchTrainer;
+if Ray is not installed, they are taken in this process, without `ray async`.
 """
 
 from __future__ import annotations
@@ -43,7 +51,7 @@ _AGREE_EVERY_STEPS = 10
 
 
 def make_state(size_mb: int, device: torch.device) -> dict[str, Any]:
-    """A model's weights and two moments of each, `size_mb` in all."""
+    """Return a model's weights and two moments of each, `size_mb` in all."""
     numbers = size_mb * 2**20 // 4 // 3 // _LAYERS
     weights = {
         f"layers.{index}.weight": torch.randn(numbers, device=device)
@@ -56,17 +64,23 @@ def make_state(size_mb: int, device: torch.device) -> dict[str, Any]:
         }
         for index, weight in enumerate(weights.values())
     }
-    return {"model": weights, "optimizer": {"state": moments}, "position": {"step": 1}}
+    return {
+        "model": weights,
+        "optimizer": {"state": moments},
+        "position": {"step": 1},
+    }
 
 
 class Steps:
-    """Training steps of a small model: what a checkpoint may hold up."""
+    """Training steps of a small model, which a checkpoint may hold up."""
 
     def __init__(self, device: torch.device) -> None:
         self.model = nn.Sequential(
             nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)
         ).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, fused=True
+        )
         self.rows = torch.randn(64, 256, device=device)
         self.labels = torch.randint(0, 10, (64,), device=device)
         self.device = device
@@ -74,11 +88,13 @@ class Steps:
         self.alone_s = self.many(100) / 100
 
     def many(self, count: int) -> float:
-        """The time of so many steps."""
+        """Run `count` steps; return how long they took, s."""
         began = time.perf_counter()
         for _ in range(count):
             self.optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(self.model(self.rows), self.labels).backward()
+            nn.functional.cross_entropy(
+                self.model(self.rows), self.labels
+            ).backward()
             self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -86,7 +102,7 @@ class Steps:
 
 
 def copied(state: dict[str, Any]) -> float:
-    """ms of a clone of every tensor, on the host."""
+    """Copy every tensor to host memory; return how long that took, ms."""
     began = time.perf_counter()
     kept = [tensor.to("cpu", copy=True) for tensor in state["model"].values()]
     kept += [
@@ -98,7 +114,7 @@ def copied(state: dict[str, Any]) -> float:
 
 
 def written_at_once(checkpoints: Checkpoints, state: dict[str, Any]) -> float:
-    """ms of a checkpoint that training waits for."""
+    """Write a checkpoint that training waits for; return how long that took, ms."""
     rng = get_rng_state(torch.device("cpu"))
     began = time.perf_counter()
     checkpoints.save(1, state, rng)
@@ -111,7 +127,10 @@ def written_beside(
     steps: Steps,
     found: dict[str, float],
 ) -> float:
-    """ms in which steps cannot go on; what they lost to the thread goes to `found`."""
+    """Write a checkpoint during steps; return how long it held them up, ms.
+
+    `found["slowdown"]` becomes the ms that the steps lost to the writing thread.
+    """
     rng = get_rng_state(torch.device("cpu"))
     steps.alone_s = steps.many(50) / 50
     began = time.perf_counter()
@@ -131,9 +150,9 @@ def written_beside(
 
 
 def reported(state: dict[str, Any], directory: Path) -> float:
-    """Return the ms in which Ray's own asynchronous upload holds training up.
+    """Return how long Ray's own asynchronous upload holds up training, ms.
 
-    Waits until it is done.
+    This function waits until the upload is done.
     """
     import ray.train
 
@@ -153,9 +172,13 @@ def reported(state: dict[str, Any], directory: Path) -> float:
 
 
 def measure(
-    size_mb: int, rounds: int, directory: Path, device: torch.device, on_ray: bool
+    size_mb: int,
+    rounds: int,
+    directory: Path,
+    device: torch.device,
+    on_ray: bool,
 ) -> dict[str, Any]:
-    """The figures of one size."""
+    """Return the figures of one size."""
     torch.set_num_threads(1)
     state = make_state(size_mb, device)
     group = Group(0, 1, device)
@@ -168,8 +191,8 @@ def measure(
     peers: dict[str, Callable[[], float]] = {
         "memcpy": lambda: copied(state),
         "sync": lambda: written_at_once(at_once, state),
-        # Not beside its twin: memory that was freed a moment ago is quicker to get
-        # again.
+        # Not right after its twin: memory that was freed a moment ago is
+        # quicker to get again.
         "memcpy again": lambda: copied(state),
         "async": lambda: written_beside(beside, state, steps, found),
         "slowdown": lambda: found["slowdown"],
@@ -182,8 +205,10 @@ def measure(
     }
 
 
-def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
-    """All sizes."""
+def main(
+    rounds: int, sizes: list[int], parent: str | None, keep: bool
+) -> None:
+    """Measure all sizes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_ray = importlib.util.find_spec("ray") is not None
     if on_ray:
@@ -193,10 +218,14 @@ def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
     results = {}
     for size_mb in sizes:
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=parent))
-        figures = functools.partial(measure, size_mb, rounds, directory, device, on_ray)
+        figures = functools.partial(
+            measure, size_mb, rounds, directory, device, on_ray
+        )
         try:
             results[f"{size_mb} MB"] = (
-                in_workers(figures, gpu=device.type == "cuda") if on_ray else figures()
+                in_workers(figures, gpu=device.type == "cuda")
+                if on_ray
+                else figures()
             )
         finally:
             shutil.rmtree(directory)
@@ -206,7 +235,8 @@ def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rounds", nargs="?", type=int, default=5)
     parser.add_argument(
@@ -214,7 +244,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--directory")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--full", action="store_true", help="2 GB too")
+    length.add_argument("--full", action="store_true", help="add 2 GB")
     length.add_argument(
         "--short", action="store_true", help="two rounds, without 500 MB"
     )

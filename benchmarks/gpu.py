@@ -1,12 +1,14 @@
-"""Show what a GPU can, in parts that go on where they stopped.
+"""Run the GPU tests and benchmarks in parts; each call runs some that are left.
 
-Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--small] [--keep]
+Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--small]
+[--keep]
 
-A call runs the parts that have no result for this card and this commit yet, as many as
-its minutes hold. After each it writes one page: which tests and thresholds held, which
-did not with the line to look at, and what was not seen; with `--keep` it lies in
-benchmarks/results. Without a GPU, or with `--small`, it is the same page, in miniature.
-docs/gpu.md says what it needs.
+A call runs the parts that have no result yet for this card and this commit, as
+many as fit into `--minutes`. After each part, the call rewrites a page. The page
+says which tests and thresholds held, which did not (with the line to look at),
+and what was not tested. With `--keep`, the page is in benchmarks/results.
+Without a GPU, or with `--small`, the parts run in miniature. docs/gpu.md lists
+the packages that they need.
 """
 
 from __future__ import annotations
@@ -36,30 +38,30 @@ REPOSITORY = Path(__file__).parents[1]
 STATE = REPOSITORY / "build" / "gpu"
 _TAIL = 40  # lines of a benchmark's output that the page shows
 _GRACE_S = 30.0
-"""How long a part that is over its limit may take to write what it has, and to end."""
+"""How long a part that has exceeded its time may take to write its results and end."""
 _VERDICT = re.compile(r"^(held|MISSED): (.+)$", re.MULTILINE)
-"""As `benchmarks.measure.verdict` prints it."""
+"""A verdict, as `benchmarks.measure.verdict` prints it."""
 _PASSED = re.compile(r"PASSED (\S+::\S+)|(\S+::\S+) PASSED")
-"""As pytest says it, with xdist and without."""
+"""A passed test, as pytest prints it, with xdist or without."""
 _LOOK_AT = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process: a file of tests, or a benchmark."""
+    """One process, which runs tests or a benchmark."""
 
     name: str
     arguments: tuple[str, ...]
     minutes: float
-    """After which it is ended; a part begins only where as much is left."""
+    """The part's time limit. A part begins only if the call has that much time left."""
 
     @property
     def is_test(self) -> bool:
-        """Whether it leaves a verdict on each of its tests."""
+        """Whether the part runs tests; pytest then writes a verdict for each of them."""
         return self.arguments[0] == "pytest"
 
     def wait(self, process: subprocess.Popen[bytes]) -> int | None:
-        """Return its exit code, or None where its minutes are over before it ends."""
+        """Return the process's exit code, or None if it exceeds the part's time limit."""
         try:
             return process.wait(self.minutes * 60)
         except subprocess.TimeoutExpired:
@@ -68,34 +70,38 @@ class Part:
 
 _TESTS = ("pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
 _SPOILS = "tests/gpu/test_failed_capture_gpu.py"
-"""It may spoil its process, and those beside it."""
+"""Tests that may break their own process, and the processes beside it."""
 
 PARTS = [
     Part("tests", (*_TESTS, "-n", "8", f"--ignore={_SPOILS}", "tests/gpu"), 3),
     Part("peers", ("benchmarks.peers", "--minutes", "3.5"), 4),
     Part("starts", ("benchmarks.starts",), 2),
     Part("sweep", ("benchmarks.starts", "--sweep"), 3),
-    Part("ladder", ("benchmarks.ladder", "--seconds", "5", "--minutes", "4.5"), 5),
+    Part(
+        "ladder",
+        ("benchmarks.ladder", "--seconds", "5", "--minutes", "4.5"),
+        5,
+    ),
     Part("failed_capture", (*_TESTS, _SPOILS), 1),
 ]
-"""Most telling first."""
+"""The parts, in the order in which they run: the most informative ones come first."""
 
 
 @dataclass
 class Outcome:
-    """What is known of a part that ran."""
+    """What is known about a part that has run."""
 
     seconds: float
     held: list[str] = field(default_factory=list)
     broken: list[tuple[str, str, str]] = field(default_factory=list)
-    """Name, what it said, and the line to look at."""
+    """For each test or threshold that did not hold: name, message, line to look at."""
     unseen: list[tuple[str, str]] = field(default_factory=list)
-    """Name and reason."""
+    """For each test that was skipped: name and reason."""
     output: str = ""
 
 
 def read_junit(text: str, seconds: float) -> Outcome:
-    """Sort pytest's verdicts."""
+    """Return pytest's verdicts, read from its XML report."""
     outcome = Outcome(seconds)
     for case in ET.fromstring(text).iter("testcase"):  # noqa: S314 (our own file)
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -107,17 +113,23 @@ def read_junit(text: str, seconds: float) -> Outcome:
         skipped = case.find("skipped")
         if bad is not None:
             places = _LOOK_AT.findall(bad.text or "")
-            said = (bad.get("message") or "").strip().splitlines() or ["no words"]
-            outcome.broken.append((name, said[0][:300], places[-1] if places else name))
+            said = (bad.get("message") or "").strip().splitlines() or [
+                "no words"
+            ]
+            outcome.broken.append(
+                (name, said[0][:300], places[-1] if places else name)
+            )
         elif skipped is not None:
-            outcome.unseen.append((name, (skipped.get("message") or "").strip()))
+            outcome.unseen.append(
+                (name, (skipped.get("message") or "").strip())
+            )
         else:
             outcome.held.append(name)
     return outcome
 
 
 def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
-    """Run a part to its end, or until its minutes are over."""
+    """Run a part to its end, or until its time limit."""
     junit = directory / f"{part.name}.xml"
     junit.unlink(missing_ok=True)
     command = [
@@ -129,8 +141,8 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
     print(f"\n== {' '.join(command[1:])}", flush=True)
     began = time.monotonic()
     log = directory / f"{part.name}.log"
-    # A shell starts what runs in the background with interrupts ignored, and a part
-    # would inherit that.
+    # A shell lets background processes ignore interrupts, and a part would
+    # inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -153,7 +165,7 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
     if junit.exists():
         outcome = read_junit(junit.read_text(), seconds)
     if code is None:
-        # Of a test that was interrupted pytest writes what it does of one that passed.
+        # In pytest's report, an interrupted test looks like one that passed.
         passed = {"".join(names) for names in _PASSED.findall(text)}
         outcome.held = [name for name in outcome.held if name in passed]
     for word, words in _VERDICT.findall(text):
@@ -174,9 +186,9 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part, where it has not, with all that it has started.
+    """End a part's process, if it still runs, and all that it has started.
 
-    It is interrupted first, upon which pytest writes what it knows.
+    The process is interrupted first, so that pytest can write its report.
     """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -188,16 +200,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def page(
-    about: dict[str, str], found: dict[str, Outcome], parts: Sequence[Part] = PARTS
+    about: dict[str, str],
+    found: dict[str, Outcome],
+    parts: Sequence[Part] = PARTS,
 ) -> str:
-    """Everything that is known so far, as Markdown."""
+    """Return the page: everything that is known so far, as Markdown."""
     lines = [f"# What {about.get('gpu', 'the CPU, in miniature')} showed", ""]
     lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += ["", "| part | held | did not | not seen | s |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| part | held | did not | not seen | s |",
+        "|---|---|---|---|---|",
+    ]
     for part in parts:
         one = found.get(part.name)
         cells = (
-            [len(one.held), len(one.broken), len(one.unseen), f"{one.seconds:.0f}"]
+            [
+                len(one.held),
+                len(one.broken),
+                len(one.unseen),
+                f"{one.seconds:.0f}",
+            ]
             if one
             else ["not run yet", *[""] * 3]
         )
@@ -227,11 +250,16 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+def main(
+    argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS
+) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=7.5, help="of this call")
+    parser.add_argument(
+        "--minutes", type=float, default=7.5, help="limit of this call"
+    )
     parser.add_argument(
         "--again",
         action="append",
@@ -240,10 +268,14 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         choices=[part.name for part in parts],
     )
     parser.add_argument(
-        "--small", action="store_true", help="benchmarks in miniature, as on a CPU"
+        "--small",
+        action="store_true",
+        help="benchmarks in miniature, as on a CPU",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="write the page to benchmarks/results"
+        "--keep",
+        action="store_true",
+        help="write the page to benchmarks/results",
     )
     given = parser.parse_args(argv)
     began = time.monotonic()
@@ -286,13 +318,17 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
 
 
 def _about() -> dict[str, str]:
-    """The machine and the versions."""
+    """Return what the page says about the machine and the versions, by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device)
     if fake_cuda.IS_ON:
         about["gpu"] = "the fake CUDA"
     elif device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=driver_version",
+            "--format=csv,noheader",
+        ]
         try:
             about["driver"] = subprocess.run(
                 query, capture_output=True, text=True, check=True

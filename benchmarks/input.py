@@ -1,24 +1,27 @@
 """How fast do batches arrive?
 
-The guides' loader, ours, and the limit: copying slices of a tensor in memory.
+The DataLoader of PyTorch's guides is compared with Paceline's ways to feed batches, and
+with the limit: copying slices of a tensor in memory.
 
 Run as: python -m benchmarks.input [ROUNDS] [--only mnist,cifar,imagenet,rows]
 [--seconds 0.5] [--short] [--keep]
 
-Samples that nobody has to decode, in memory or in a mapped file, random order, one
-core, torch on one thread:
+Samples need no decoding. They are in memory or in a mapped file, and are read in random
+order, on one core, with one thread of torch:
 
-    loader        as the guides write it: a Dataset like torchvision's (an array to a
-                  PIL image, transforms a sample) in a DataLoader; rows: a TensorDataset
-                  in one. Measured twice: the A/A floor
-    loader xN     the same with N worker processes, which may use as many cores
-    resident      ours: a whole batch indexed from resident tensors, as it is stored
-    memory        ours: the same through the loader, for what does not fit the device
-    mapped        ours: a whole batch indexed from a mapped file
-    + transform   ours, until the model's input is there, as with `loader`: floats,
-                  normalised, CIFAR-10's cropped and mirrored at random (and a blank
-                  square), ImageNet's cropped and scaled at random. On the CPU here
-    slice         the limit: consecutive slices of the tensor, copied, in order and
+    loader        as in the guides: a Dataset like torchvision's, which makes a PIL image
+                  of each sample and transforms it, in a DataLoader; for rows, a
+                  TensorDataset in a DataLoader. Measured twice, for the A/A floor
+    loader xN     the same with N worker processes, which may use N cores
+    resident      Paceline: whole batches, indexed from resident tensors, as stored
+    memory        Paceline: the same through its loader, for data that does not fit on
+                  the device
+    mapped        Paceline: whole batches, indexed from a mapped file
+    + transform   Paceline, including the transform to the model's input, which `loader`
+                  includes, too: normalized floats; CIFAR-10's images are cropped and
+                  mirrored at random (and get a blank square), ImageNet's are cropped and
+                  scaled at random. Here, the transform runs on the CPU
+    slice         the limit: consecutive slices of the tensor are copied, in order and
                   without an index
 """
 
@@ -49,13 +52,13 @@ _WORKERS = 2
 
 @dataclass(frozen=True)
 class Kind:
-    """What a sample is like."""
+    """A kind of samples: their shape and number, and the batch size."""
 
     shape: tuple[int, ...]
     samples: int
     batch: int
     looked_at: int
-    """Samples of one pass of the guides' loader, which takes long."""
+    """How many samples one pass of the guides' loader reads, because it is slow."""
 
 
 KINDS = {
@@ -67,14 +70,19 @@ KINDS = {
 
 
 class PerSample(Dataset[Any]):
-    """A sample at a time, as torchvision's MNIST and CIFAR10 give it."""
+    """A dataset of single samples, like torchvision's MNIST and CIFAR10."""
 
     def __init__(
-        self, images: Tensor, labels: Tensor, transform: Callable[[Any], Tensor]
+        self,
+        images: Tensor,
+        labels: Tensor,
+        transform: Callable[[Any], Tensor],
     ) -> None:
         channels_last = images.permute(0, 2, 3, 1).numpy()
         self.images = (
-            channels_last[..., 0] if images.shape[1] == 1 else channels_last.copy()
+            channels_last[..., 0]
+            if images.shape[1] == 1
+            else channels_last.copy()
         )
         self.labels = labels
         self.transform = transform
@@ -91,7 +99,7 @@ class PerSample(Dataset[Any]):
 
 
 def task_of(name: str) -> Task:
-    """The task whose `transform` makes the model's input."""
+    """Return the task whose `transform` makes the model's input."""
     from examples.cifar10.task import Cifar10
     from examples.imagenet.task import ImageNet
     from examples.mnist.task import Mnist
@@ -105,7 +113,7 @@ def task_of(name: str) -> Task:
 
 
 def guides_transform(name: str) -> Callable[[Any], Tensor]:
-    """What the guides write for these pictures."""
+    """Return the transform that the guides use for these images."""
     from torchvision import transforms as T
 
     recipes = {
@@ -128,7 +136,7 @@ def guides_transform(name: str) -> Callable[[Any], Tensor]:
 
 
 def make_data(kind: Kind) -> TensorDataset:
-    """Random samples, uint8 pictures or float rows, and labels."""
+    """Return random samples with labels: uint8 images, or rows of floats."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (kind.samples,), generator=generator)
     if len(kind.shape) == 1:
@@ -136,13 +144,16 @@ def make_data(kind: Kind) -> TensorDataset:
             torch.randn(kind.samples, *kind.shape, generator=generator), labels
         )
     pixels = torch.randint(
-        256, (kind.samples, *kind.shape), dtype=torch.uint8, generator=generator
+        256,
+        (kind.samples, *kind.shape),
+        dtype=torch.uint8,
+        generator=generator,
     )
     return TensorDataset(pixels, labels)
 
 
 def write_mapped(data: TensorDataset, directory: Path) -> TensorDataset:
-    """Return the same samples in mapped files."""
+    """Write the samples to files; return them as tensors that are mapped from these."""
     mapped = []
     for number, tensor in enumerate(data.tensors):
         file = directory / f"{number}.npy"
@@ -151,12 +162,16 @@ def write_mapped(data: TensorDataset, directory: Path) -> TensorDataset:
     return TensorDataset(*mapped)
 
 
-def guides_loader(name: str, kind: Kind, data: TensorDataset, workers: int) -> Epoch:
-    """The guides' DataLoader over random samples."""
+def guides_loader(
+    name: str, kind: Kind, data: TensorDataset, workers: int
+) -> Epoch:
+    """Return a function that returns the guides' DataLoader, in random order."""
     dataset: Dataset[Any] = data
     if len(kind.shape) == 3:
         dataset = PerSample(*data.tensors, guides_transform(name))
-    sampler = RandomSampler(data, num_samples=min(kind.looked_at, kind.samples))
+    sampler = RandomSampler(
+        data, num_samples=min(kind.looked_at, kind.samples)
+    )
     loader = DataLoader(
         dataset,
         batch_size=kind.batch,
@@ -168,16 +183,18 @@ def guides_loader(name: str, kind: Kind, data: TensorDataset, workers: int) -> E
 
 
 def feed(data: Dataset[Any], task: Task, kind: Kind, resident: bool) -> Epoch:
-    """Our batches of one epoch."""
+    """Return a function that yields Paceline's batches of one epoch."""
     source = task_feed(
         data, task, DataConfig(resident=resident), _CPU, sharers=1, seed=0
     )
-    order = torch.randperm(kind.samples, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        kind.samples, generator=torch.Generator().manual_seed(0)
+    )
     return lambda: source.batches(order.split(kind.batch), training=True)
 
 
 def slices(data: TensorDataset, kind: Kind) -> Epoch:
-    """Consecutive slices, copied."""
+    """Return a function that yields copies of consecutive slices."""
     starts = range(0, kind.samples, kind.batch)
     return lambda: (
         [tensor[start : start + kind.batch].clone() for tensor in data.tensors]
@@ -186,7 +203,7 @@ def slices(data: TensorDataset, kind: Kind) -> Epoch:
 
 
 def rate(epoch: Epoch, seconds: float) -> float:
-    """Samples/s over whole epochs."""
+    """Return the samples/s over whole epochs."""
     samples = 0
     began = time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds or samples == 0:
@@ -198,7 +215,7 @@ def rate(epoch: Epoch, seconds: float) -> float:
 def measure(
     name: str, kind: Kind, rounds: int, seconds: float, workers: int = _WORKERS
 ) -> dict[str, Any]:
-    """The figures of one kind of sample, and each peer's share of the limit."""
+    """Return the figures of one kind of samples, and Paceline's shares of the limit."""
     data = make_data(kind)
     with tempfile.TemporaryDirectory(prefix="input-") as directory:
         mapped = write_mapped(data, Path(directory))
@@ -224,10 +241,13 @@ def measure(
         }  # type: ignore[misc]
         found = interleave(peers, rounds)
     summary = summarize(found, "loader", "loader again")
-    show(f"{name}: {list(kind.shape)}, batch {kind.batch}", "samples/s", summary)
+    show(
+        f"{name}: {list(kind.shape)}, batch {kind.batch}", "samples/s", summary
+    )
     shares = {
         peer: statistics.median(
-            value / limit for value, limit in zip(values, found["slice"], strict=True)
+            value / limit
+            for value, limit in zip(values, found["slice"], strict=True)
         )
         for peer, values in found.items()
         if peer in ("resident", "memory", "mapped")
@@ -240,15 +260,18 @@ def measure(
 
 
 def main(rounds: int, kinds: list[str], seconds: float, keep: bool) -> None:
-    """All kinds of samples."""
+    """Measure these kinds of samples."""
     torch.set_num_threads(1)
-    results = {name: measure(name, KINDS[name], rounds, seconds) for name in kinds}
+    results = {
+        name: measure(name, KINDS[name], rounds, seconds) for name in kinds
+    }
     print(f"\nkept in {save('input', results, keep)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rounds", nargs="?", type=int, default=5)
     parser.add_argument(
@@ -256,11 +279,15 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument(
-        "--short", action="store_true", help="two rounds of a tenth of a second each"
+        "--short",
+        action="store_true",
+        help="two rounds of a tenth of a second each",
     )
     parser.add_argument(
         "--keep", action="store_true", help="write to benchmarks/results"
     )
     given = parser.parse_args()
-    rounds, seconds = (2, 0.1) if given.short else (given.rounds, given.seconds)
+    rounds, seconds = (
+        (2, 0.1) if given.short else (given.rounds, given.seconds)
+    )
     main(rounds, given.only, seconds, given.keep)

@@ -1,32 +1,35 @@
-"""What does each step of mixed precision and compilation bring on one GPU?
+"""What does each step of mixed precision and compilation gain on one GPU?
 
-Four models, rung by rung.
+The steps are the rungs of a ladder, which four models climb.
 
 Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--rungs
                                     fp32,bf16,...] [--seconds 2] [--minutes 4.75]
                                     [--small] [--keep]
-Every rung is a run of the product's own loop on an example's train.yaml with a few keys
-changed, and keeps what the rungs before it changed:
+
+Every rung is a run of Paceline's own loop on an example's train.yaml with a few keys
+changed. A rung keeps the changes of the rung that it builds on:
 
     fp32            no TF32, contiguous tensors, an optimizer that is not fused
-    tf32, bf16      by `precision`; everything after stands on bf16
-    fp16            a branch of its own: with the loss scaler, and what an optimizer
-                    that is not fused costs under it
-    channels_last   models with convolutions only
-    fused           the product's own optimizer; the rungs before take it unfused
-    compile         torch.compile: seconds that it added to the first step, and the
-                    steps after which they are won back
-    reduce_overhead, max_autotune    its other modes
-    cuda_graph      compiled, and whole steps captured and replayed
-    bf16 again      the A/A floor: a difference between rungs that is smaller is none
+    tf32, bf16      set by `precision`; each builds on fp32
+    fp16            set by `precision`, too; builds on fp32, and uses a loss scaler with
+                    the optimizer that is not fused
+    channels_last   builds on bf16; only for models with convolutions
+    fused           builds on channels_last, or else on bf16; uses Paceline's own
+                    optimizer, which is fused
+    compile         builds on fused; torch.compile: how many seconds it adds to the first
+                    step, and how many steps win them back
+    reduce_overhead, max_autotune    other modes of torch.compile
+    cuda_graph      builds on compile; whole steps are captured and replayed
+    bf16 again      bf16 a second time, for the A/A floor: a smaller difference between
+                    two rungs means nothing
 
-A rung that fails or does not fit is a row that says so. Figures: samples/s after
-warm-up with the 95 % interval of the step time over n steps; peak of allocated memory
-(data included, at most 0.5 GB); TFLOP/s of the model by torch's own counter; MFU
-against the data sheet (peaks.csv) and against a product of two 8192 x 8192 matrices in
-the same run, both in the rung's precision. Rungs run in order of importance, and
-`--minutes` drops the last of them. `--small` (the default without CUDA) are miniatures,
-which show that the script works and nothing of speed.
+If a rung fails or does not fit, its row says so. The figures are: samples/s after the
+warm-up, with the 95 % interval of the step time over n steps; the peak of allocated
+memory (including the data, which take at most 0.5 GB); the model's TFLOP/s by torch's own
+counter; MFU against the data sheet (peaks.csv); and MFU against a product of two
+8192 x 8192 matrices in the same run and in the rung's precision. The most important rungs
+run first, and `--minutes` drops the last ones. With `--small` (always without CUDA),
+miniatures run: they show that the script works, and nothing about speed.
 """
 
 from __future__ import annotations
@@ -58,7 +61,12 @@ WORKS: dict[str, Work] = {
         "imagenet", 256, long_steps=True, synthetic=True, samples=256 * 5
     ),
     "bert-large": example(
-        "bert", 128, long_steps=True, synthetic=True, geometry="large", samples=128 * 40
+        "bert",
+        128,
+        long_steps=True,
+        synthetic=True,
+        geometry="large",
+        samples=128 * 40,
     ),
     "gpt": example(
         "gpt",
@@ -74,7 +82,7 @@ WORKS: dict[str, Work] = {
     "cnn": example("mnist", 128, synthetic=True, samples=128 * 400),
 }
 _SMALLEST = {"architecture": "shufflenet_v2_x0_5", "stored": 40, "size": 32}
-"""A ResNet in bf16 is minutes on a CPU that has no instructions for it."""
+"""A larger ResNet in bf16 would take minutes on a CPU without bf16 instructions."""
 # fmt: off
 SMALL: dict[str, Work] = {
     "resnet50": example("imagenet", 4, True, synthetic=True, samples=80, **_SMALLEST),
@@ -85,27 +93,27 @@ SMALL: dict[str, Work] = {
 # fmt: on
 CONVOLUTIONS = ("resnet50", "cnn")
 _AGAIN = "bf16 again"
-_COMPILE_S = 75.0  # until one was seen
+_COMPILE_S = 75.0  # assumed until a compiled rung has run
 _RUN_S = 12.0
 _COMPILED = ("compile", "cuda_graph", "reduce_overhead", "max_autotune")
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One run of a work."""
+    """One run of a workload."""
 
     name: str
     changes: dict[str, Any]
     fused: bool
     stands_on: str | None
-    """The rung from which it differs by one thing."""
+    """The rung that this one builds on: the two differ by one thing."""
     importance: int
-    """The lowest run first, and are dropped last."""
+    """Rungs with the lowest number run first, and are dropped last."""
 
 
 @dataclass
 class Row:
-    """What a rung gave."""
+    """The result of a rung."""
 
     rung: str
     changes: dict[str, Any]
@@ -113,14 +121,14 @@ class Row:
     """done, out_of_memory, failed or dropped"""
     message: str = ""
     cost_s: float = 0.0
-    """What the whole run took."""
+    """How long the whole run took, s."""
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
-    """The ladder from its foot.
+    """Return the rungs of the ladder, from the bottom up.
 
-    `host_bound`: small steps, of which a CUDA graph is expected to bring most.
+    `host_bound` says that steps are small, so that a CUDA graph should gain most.
     """
     state: dict[str, Any] = {
         "precision": "fp32",
@@ -135,13 +143,29 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
         Rung("tf32", state | {"precision": "tf32"}, False, "fp32", 2),
         Rung("bf16", bf16, False, "fp32", 0),
         Rung("fp16", state | {"precision": "fp16"}, False, "fp32", 5),
-        *([Rung("channels_last", last, False, "bf16", 1)] if convolutions else []),
-        Rung("fused", last, True, "channels_last" if convolutions else "bf16", 1),
+        *(
+            [Rung("channels_last", last, False, "bf16", 1)]
+            if convolutions
+            else []
+        ),
+        Rung(
+            "fused", last, True, "channels_last" if convolutions else "bf16", 1
+        ),
         Rung("compile", compiled, True, "fused", 3),
         Rung(
-            "reduce_overhead", last | {"compile": "reduce-overhead"}, True, "fused", 7
+            "reduce_overhead",
+            last | {"compile": "reduce-overhead"},
+            True,
+            "fused",
+            7,
         ),
-        Rung("max_autotune", last | {"compile": "max-autotune"}, True, "fused", 8),
+        Rung(
+            "max_autotune",
+            last | {"compile": "max-autotune"},
+            True,
+            "fused",
+            8,
+        ),
         Rung(
             "cuda_graph",
             compiled | {"cuda_graphs": True},
@@ -154,9 +178,10 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
 
 
 def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
-    """Return what a rung may cost, from what was seen.
+    """Return how long a rung may take, s, judged by the rungs that have run.
 
-    That is other rungs of this work, else of any, and what compiling took.
+    `here` are the rows of this workload, `elsewhere` those of the others. For a
+    compiled rung that has not run anywhere, an assumed time to compile is added.
     """
     ran = [row for row in here + elsewhere if row.status != "dropped"]
     own = [
@@ -165,7 +190,8 @@ def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
         if row.status != "dropped" and row.rung not in _COMPILED
     ]
     plain = max(
-        own or [row.cost_s for row in ran if row.rung not in _COMPILED], default=_RUN_S
+        own or [row.cost_s for row in ran if row.rung not in _COMPILED],
+        default=_RUN_S,
     )
     if rung.name not in _COMPILED:
         return plain
@@ -181,7 +207,7 @@ def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
 def figures_of(measured: Measured, matmul: float | None) -> dict[str, Any]:
     """Return the figures of a run.
 
-    `matmul` is a matrix product's FLOP/s in the same precision.
+    `matmul` is the FLOP/s of a matrix product in the same precision, if known.
     """
     result = measured.result
     speed = measured.result.throughput
@@ -200,13 +226,17 @@ def figures_of(measured: Measured, matmul: float | None) -> dict[str, Any]:
         "peak_memory_bytes": result.peak_memory_bytes,
         "tflops": None if flops is None else flops / 1e12,
         "mfu_data_sheet": result.mfu,
-        "mfu_matmul": None if flops is None or matmul is None else flops / matmul,
+        "mfu_matmul": None
+        if flops is None or matmul is None
+        else flops / matmul,
         "first_step_s": result.first_step_s,
     }
 
 
-def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> Row:
-    """One rung. Whatever fails in it is its row."""
+def climb(
+    runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]
+) -> Row:
+    """Run one rung; if the run fails, the rung's row says how."""
     began = time.monotonic()
     precision = rung.changes["precision"]
     try:
@@ -221,19 +251,27 @@ def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> 
             else "failed"
         )
         words = (str(error).splitlines() or [""])[0]
-        row = Row(rung.name, rung.changes, status, f"{type(error).__name__}: {words}")
+        row = Row(
+            rung.name, rung.changes, status, f"{type(error).__name__}: {words}"
+        )
     if row.status != "done":
         release()  # here nothing holds the frames of the failed run any more
     row.cost_s = time.monotonic() - began
     return row
 
 
-def break_even_steps(compile_s: float, before_s: float, after_s: float) -> int | None:
-    """Return the steps after which compiling has paid for itself.
+def break_even_steps(
+    compile_s: float, before_s: float, after_s: float
+) -> int | None:
+    """Return the number of steps after which compiling has paid for itself.
 
-    None when its steps are not faster.
+    None if compiled steps are not faster.
     """
-    return None if after_s >= before_s else math.ceil(compile_s / (before_s - after_s))
+    return (
+        None
+        if after_s >= before_s
+        else math.ceil(compile_s / (before_s - after_s))
+    )
 
 
 def compare(
@@ -241,8 +279,8 @@ def compare(
 ) -> tuple[list[Row], float | None]:
     """Return the rows in the ladder's order, and the A/A floor.
 
-    Each says what it brought over the first and over the one it stands on. The floor is
-    None when it was not measured.
+    Each row gets its ratios to fp32 and to the rung that it builds on. The floor
+    is None if it was not measured.
     """
     rows = [found[rung.name] for rung in ladder if rung.name in found]
     done = {row.rung: row.figures for row in rows if row.status == "done"}
@@ -253,14 +291,20 @@ def compare(
         first = done.get("fp32")
         below = done.get(rung.stands_on or "")
         if first is not None:
-            mine["ratio_to_fp32"] = mine["samples_per_s"] / first["samples_per_s"]
+            mine["ratio_to_fp32"] = (
+                mine["samples_per_s"] / first["samples_per_s"]
+            )
             mine["memory_to_fp32"] = (
                 mine["peak_memory_bytes"] / first["peak_memory_bytes"]
             )
         if below is not None:
-            mine["ratio_to_rung_below"] = mine["samples_per_s"] / below["samples_per_s"]
+            mine["ratio_to_rung_below"] = (
+                mine["samples_per_s"] / below["samples_per_s"]
+            )
         if rung.name == "compile" and below is not None:
-            mine["compile_s"] = max(0.0, mine["first_step_s"] - below["first_step_s"])
+            mine["compile_s"] = max(
+                0.0, mine["first_step_s"] - below["first_step_s"]
+            )
             steps = break_even_steps(
                 mine["compile_s"], below["step_time_s"], mine["step_time_s"]
             )
@@ -277,20 +321,24 @@ def measure(
     budget: Budget,
     n: int,
 ) -> dict[str, Any]:
-    """Run all rungs of all works, the most important first.
+    """Run the rungs of all workloads, the most important ones first.
 
-    `n`: rows of the matrices of the product.
+    `n` is the number of rows of the two matrices whose product is timed.
     """
-    ladders = {name: rungs(name in CONVOLUTIONS, name == "cnn") for name in works}
+    ladders = {
+        name: rungs(name in CONVOLUTIONS, name == "cnn") for name in works
+    }
     plan = [
         (name, rung)
         for name, ladder in ladders.items()
         for rung in ladder
         if not only or rung.name in only
     ]
-    torch.set_num_threads(1)  # as the runs
+    torch.set_num_threads(1)  # as in the runs
     matmuls: dict[str, float] = {}
-    for precision in dict.fromkeys(rung.changes["precision"] for _, rung in plan):
+    for precision in dict.fromkeys(
+        rung.changes["precision"] for _, rung in plan
+    ):
         if precision != "tf32" or device.type == "cuda":
             matmuls[precision] = matmul_flops(precision, device, n)
     runs = {name: Runs(work, device) for name, work in works.items()}
@@ -303,7 +351,8 @@ def measure(
             for row in rows.values()
         ]
         if budget.affords(
-            f"{name} {rung.name}", expected_s(rung, list(found[name].values()), rest)
+            f"{name} {rung.name}",
+            expected_s(rung, list(found[name].values()), rest),
         ):
             row = climb(runs[name], rung, seconds, matmuls)
         else:
@@ -314,7 +363,7 @@ def measure(
                 f"the budget is {budget.minutes:g} minutes",
             )
         found[name][rung.name] = row
-        # A CPU has not all of them; on a GPU a rung that fails breaks the ladder.
+        # A CPU cannot run all rungs; on a GPU, every rung must succeed.
         word = "seen"
         if device.type == "cuda" and row.status != "dropped":
             word = "held" if row.status == "done" else "MISSED"
@@ -339,7 +388,7 @@ def measure(
 
 
 def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
-    """One work's table."""
+    """Print the table of one workload."""
     said = (
         "not measured"
         if floor is None
@@ -370,7 +419,9 @@ def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
         if "compile_s" in it:
             steps = it["break_even_steps"]
             won = (
-                "never won back" if steps is None else f"won back after {steps:,} steps"
+                "never won back"
+                if steps is None
+                else f"won back after {steps:,} steps"
             )
             line += f"; compiled in {it['compile_s']:.1f} s, {won}"
         print(line)
@@ -391,7 +442,10 @@ def main() -> None:
     )
     parser.add_argument("--rungs", type=lambda text: text.split(","))
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="of each rung, after its warm-up"
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="duration of each rung, after its warm-up",
     )
     given = parser.parse_args()
     device, small = device_and_size(given.small)
@@ -399,7 +453,12 @@ def main() -> None:
     budget = Budget(given.minutes)
     with quiet_and_cold():
         results = measure(
-            chosen, given.rungs, device, given.seconds, budget, 256 if small else 8192
+            chosen,
+            given.rungs,
+            device,
+            given.seconds,
+            budget,
+            256 if small else 8192,
         )
     budget.say()
     print(

@@ -1,17 +1,22 @@
 """Is the shared loop as fast as a hand-written one, and faster than the frameworks?
 
-One and two ranks.
+All are measured on one rank and on two.
 
 Run as: python -m benchmarks.loop [ROUNDS] [--short] [--keep]
-Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks
-(measured twice: the A/A floor), the same loop through Accelerate, Lightning Fabric and
-Ray's `prepare_model` and `prepare_data_loader`, and Lightning's Trainer (`pip install
-'.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one
-thread each, in turn (each round in an order of its own), on the same global batches and
-with the same fused AdamW. Set-up, evaluation and five warm-up steps are left out of
-every figure; final losses must be equal. What a framework puts into the process's
-environment holds for that framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK
-makes each `optimizer.step` of everybody look for NVML.
+
+The peers are a plain PyTorch loop as in PyTorch's guides, with DDP if there are
+two ranks (measured twice, for the A/A floor); this loop through Accelerate,
+through Lightning Fabric, and through Ray's `prepare_model` and
+`prepare_data_loader`; and Lightning's Trainer. `pip install '.[peers]'` installs
+Accelerate and Lightning.
+
+All run in the same processes, which are the workers of one TorchTrainer, with
+one thread each. They take turns, in another order each round, on the same
+global batches and with the same fused AdamW. Every figure leaves out set-up,
+evaluation and five warm-up steps. Mean losses must be equal. The environment
+variables that a framework sets hold for that framework only: Lightning's
+PYTORCH_NVML_BASED_CUDA_CHECK, for example, would make every `optimizer.step`
+of all others look for NVML.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ from trainers.task import Task
 BATCH = 64
 EPOCHS = {"mlp": 2, "cnn": 4}
 _LEFT: dict[str, dict[str, str]] = {}
-"""The environment variables that each package sets when it is imported or first used.
+"""The environment variables that a package sets when it is imported or first
+used, by package.
 """
 
 
@@ -55,11 +61,11 @@ class Rows(Task):
     """20,000 rows of 64 floats and a small MLP: the input-bound case."""
 
     def model(self) -> nn.Module:
-        """Logits [B, 10] of rows [B, 64]."""
+        """Return a model that maps rows [B, 64] to logits [B, 10]."""
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def dataset(self, split: str) -> TensorDataset:
-        """Random rows; the label is a linear function of them."""
+        """Return random rows; a label is the index of the largest of ten columns."""
         rows = torch.randn(
             20_000 if split == "train" else 10,
             64,
@@ -68,7 +74,7 @@ class Rows(Task):
         return TensorDataset(rows, rows[:, :10].argmax(1))
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
@@ -76,9 +82,9 @@ WORK: dict[str, type[Task]] = {"mlp": Rows, "cnn": Digits}
 
 
 class Stopwatch:
-    """Global samples/s of the steps after warm-up, and the mean loss.
+    """Measures the samples/s of all ranks after the warm-up, and the mean loss.
 
-    The mean is over steps and ranks.
+    The mean is over all steps and ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -106,7 +112,7 @@ class Stopwatch:
 
 
 def paceline(work: str, rank: int, world_size: int) -> tuple[float, float]:
-    """Our loop."""
+    """Run Paceline's loop."""
     tree = {
         "task": "benchmarks.loop:Rows",
         "epochs": EPOCHS[work],
@@ -127,7 +133,7 @@ def paceline(work: str, rank: int, world_size: int) -> tuple[float, float]:
 def parts(
     work: str, rank: int, world_size: int, sharded: bool = True
 ) -> tuple[Any, ...]:
-    """Task, model, optimizer and loader of a hand-written loop."""
+    """Return a hand-written loop's task, model, optimizer, loader and sampler."""
     task = WORK[work]()
     data = task.dataset("train")
     sampler: Any = DistributedSampler(
@@ -151,8 +157,13 @@ def by_hand(
     prepare: Callable[..., tuple[Any, ...]] | None,
     sharded: bool = True,
 ) -> tuple[float, float]:
-    """Run a hand-written loop, bare (DDP with two ranks) or by a framework's `prepare`."""
-    task, model, optimizer, loader, sampler = parts(work, rank, world_size, sharded)
+    """Run a hand-written loop, through a framework's `prepare` if it is given.
+
+    Without `prepare`, two ranks use DDP.
+    """
+    task, model, optimizer, loader, sampler = parts(
+        work, rank, world_size, sharded
+    )
     backward: Any = torch.Tensor.backward
     if prepare is not None:
         model, optimizer, loader, backward = prepare(model, optimizer, loader)
@@ -173,15 +184,18 @@ def by_hand(
 
 
 def accelerate(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
-    """Hugging Face Accelerate, as its documentation migrates a loop."""
+    """Prepare a loop for Hugging Face Accelerate, as its documentation says."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    return (*accelerator.prepare(model, optimizer, loader), accelerator.backward)
+    return (
+        *accelerator.prepare(model, optimizer, loader),
+        accelerator.backward,
+    )
 
 
 def fabric(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
-    """Lightning Fabric, as its documentation migrates a loop."""
+    """Prepare a loop for Lightning Fabric, as its documentation says."""
     from lightning.fabric import Fabric
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -200,7 +214,7 @@ def fabric(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
 
 
 def ray_prepared(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
-    """Ray Train's own helpers, as its documentation migrates a loop."""
+    """Prepare a loop with Ray Train's own helpers, as its documentation says."""
     from ray.train.torch import prepare_data_loader, prepare_model
 
     return (
@@ -212,7 +226,7 @@ def ray_prepared(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
 
 
 def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
-    """Lightning's Trainer without logging, checkpoints and progress bar."""
+    """Run Lightning's Trainer, without logging, checkpoints or a progress bar."""
     from lightning.pytorch import LightningModule, Trainer
 
     task, model, optimizer, loader, _ = parts(work, rank, world_size)
@@ -233,7 +247,9 @@ def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
         def on_train_epoch_start(self) -> None:
             watch.began = time.perf_counter()
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        def on_train_batch_end(
+            self, outputs: Any, batch: Any, index: int
+        ) -> None:
             watch.step(len(batch[1]), outputs["loss"].item())
 
     trainer = Trainer(
@@ -254,14 +270,16 @@ def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
 def peers(
     work: str, rank: int, world_size: int, on_ray: bool
 ) -> dict[str, Callable[[], tuple[float, float]]]:
-    """Everyone who is installed."""
+    """Return the function of each peer that is installed, by name."""
     there: dict[str, Callable[[], tuple[float, float]]] = {
         "plain": lambda: by_hand(work, rank, world_size, None),
         "paceline": lambda: paceline(work, rank, world_size),
         "plain again": lambda: by_hand(work, rank, world_size, None),
     }
     if on_ray:
-        there["ray prepare"] = lambda: by_hand(work, rank, world_size, ray_prepared)
+        there["ray prepare"] = lambda: by_hand(
+            work, rank, world_size, ray_prepared
+        )
     if importlib.util.find_spec("accelerate") is not None:
         # Accelerate deals whole batches of one common order to the ranks.
         there["accelerate"] = lambda: by_hand(
@@ -275,9 +293,9 @@ def peers(
 
 @contextlib.contextmanager
 def environment_of(package: str) -> Iterator[None]:
-    """Set environment variables as this package has left them before.
+    """Set the environment variables that this package has set in earlier blocks.
 
-    What it changes is remembered, then undone.
+    At the end of the block, all changes are remembered and undone.
     """
     before = dict(os.environ)
     os.environ.update(_LEFT.get(package, {}))
@@ -299,7 +317,10 @@ def environment_of(package: str) -> Iterator[None]:
 def compare(
     work: str, rounds: int, rank: int, world_size: int, on_ray: bool
 ) -> dict[str, Any]:
-    """All peers on one kind of work, by every rank: medians, ratios, floor, losses."""
+    """Run all peers on one workload; return medians, ratios, floor and losses.
+
+    Every rank calls this.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in (
@@ -346,17 +367,20 @@ def compare(
 
 
 def compare_all(rounds: int) -> dict[str, Any]:
-    """Both kinds of work, on every rank of a TorchTrainer."""
+    """Run all peers on both workloads; every rank of a TorchTrainer calls this."""
     import ray.train
 
     context = ray.train.get_context()
     rank = context.get_world_rank()
     world_size = context.get_world_size()
-    return {work: compare(work, rounds, rank, world_size, on_ray=True) for work in WORK}
+    return {
+        work: compare(work, rounds, rank, world_size, on_ray=True)
+        for work in WORK
+    }
 
 
 def main(rounds: int, keep: bool) -> None:
-    """One and two ranks, both kinds of work."""
+    """Measure both workloads, on one rank and on two."""
     from trainers.on_ray.cluster import connect
 
     connect(show_workers=False)
@@ -365,7 +389,9 @@ def main(rounds: int, keep: bool) -> None:
         for work, summary in in_workers(
             functools.partial(compare_all, rounds), world_size
         ).items():
-            found[f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"] = summary
+            found[
+                f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"
+            ] = summary
             show(
                 f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs",
                 "samples/s",
@@ -381,7 +407,8 @@ def main(rounds: int, keep: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rounds", nargs="?", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="two rounds")

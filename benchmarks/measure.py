@@ -27,12 +27,13 @@ SCRATCH = Path("results/benchmarks")
 def interleave(
     peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None
 ) -> dict[str, list[float]]:
-    """Call every peer once a round, in turn.
+    """Call every peer once a round, in turn; return each peer's values.
 
     The first round is a warm-up and is dropped.
 
-    With a `seed` each round has an order of its own, the same on every rank: what one
-    leaves to the next (a cold cache, garbage) falls on all alike.
+    With a `seed`, the order changes from round to round, and is equal on all
+    ranks. So what a peer leaves behind (a cold cache, garbage) affects all other
+    peers alike.
     """
     found: dict[str, list[float]] = {name: [] for name in peers}
     order = list(peers)
@@ -48,12 +49,13 @@ def interleave(
 
 
 def aa_floor(ratios: Sequence[float]) -> float:
-    """Return how far from 1 the median of a thing's ratios to itself may be.
+    """Return how far from 1 the median ratio of two equal peers may be by chance.
 
-    A median that is nearer says nothing.
+    `ratios` are those of a peer to itself, measured twice. If two peers' median
+    ratio is nearer to 1 than this floor, the difference says nothing.
 
-    Of a thousand medians of as many ratios, drawn with replacement (bootstrap), 95 %
-    are within it. Of one or two ratios it is the largest deviation.
+    95 % of a thousand bootstrapped medians of `ratios` are within the floor. For
+    one or two ratios, the floor is the largest deviation from 1.
     """
     if len(ratios) < 3:
         return max(abs(ratio - 1) for ratio in ratios)
@@ -61,24 +63,29 @@ def aa_floor(ratios: Sequence[float]) -> float:
 
 
 def _drawn_medians(ratios: Sequence[float]) -> np.ndarray[Any, Any]:
-    drawn = np.random.default_rng(0).choice(np.asarray(ratios), (1000, len(ratios)))
+    drawn = np.random.default_rng(0).choice(
+        np.asarray(ratios), (1000, len(ratios))
+    )
     medians: np.ndarray[Any, Any] = np.median(drawn, axis=1)
     return medians
 
 
-def ahead(found: dict[str, list[float]], ours: str) -> dict[str, dict[str, float]]:
-    """Return how many times as much as each peer `ours` is, with an interval.
+def ahead(
+    found: dict[str, list[float]], ours: str
+) -> dict[str, dict[str, float]]:
+    """Return the ratio of `ours` to each other peer, with an interval.
 
-    It is the median of the ratios within a round. The interval holds 95 % of the
-    medians of as many, drawn with replacement.
+    The ratio is the median of the ratios within the rounds. The interval holds
+    95 % of the bootstrapped medians of these.
 
-    A baseline's noise is in none of them.
+    No baseline is involved, so that no baseline's noise is in the result.
     """
     against = {}
     for name, values in found.items():
         if name != ours:
             ratios = [
-                own / value for own, value in zip(found[ours], values, strict=True)
+                own / value
+                for own, value in zip(found[ours], values, strict=True)
             ]
             low, high = np.quantile(_drawn_medians(ratios), [0.025, 0.975])
             against[name] = {
@@ -92,14 +99,16 @@ def ahead(found: dict[str, list[float]], ours: str) -> dict[str, dict[str, float
 def summarize(
     found: dict[str, list[float]], baseline: str, twin: str
 ) -> dict[str, Any]:
-    """Medians, spread, and each peer's ratio to `baseline`, round by round.
+    """Return median and range of each peer's values, and of its ratios to `baseline`.
 
-    `twin` is the baseline measured a second time: its ratios give the A/A floor, below
-    which a difference of medians is no difference.
+    Ratios are taken within a round. `twin` is the name of the baseline's second
+    measurement, and its ratios give the A/A floor. A difference of medians below
+    this floor says nothing.
     """
     ratios = {
         name: [
-            value / base for value, base in zip(values, found[baseline], strict=True)
+            value / base
+            for value, base in zip(values, found[baseline], strict=True)
         ]
         for name, values in found.items()
     }
@@ -120,10 +129,12 @@ def summarize(
 
 
 def show(title: str, unit: str, summary: dict[str, Any]) -> None:
-    """One table."""
+    """Print one table."""
     floor = summary["floor"]
     baseline = summary["baseline"]
-    print(f"\n{title}   ({unit}; A/A floor {floor:.1%}: a smaller difference is none)")
+    print(
+        f"\n{title}   ({unit}; A/A floor {floor:.1%}: a smaller difference is none)"
+    )
     for name, row in summary["rows"].items():
         verdict = (
             "equal"
@@ -143,22 +154,28 @@ def verdict(
     most: float = math.inf,
     small: bool = False,
 ) -> None:
-    """Print whether a figure is within its threshold; a miniature's is only said."""
+    """Print a figure with its threshold and, if not `small`, whether the figure held."""
     rule = f"at least {least:g}" if most == math.inf else f"at most {most:g}"
     word = "held" if least <= found <= most else "MISSED"
-    print(f"{'seen' if small else word}: {name}: {found:.3g} ({rule})", flush=True)
+    print(
+        f"{'seen' if small else word}: {name}: {found:.3g} ({rule})",
+        flush=True,
+    )
 
 
 def failed(name: str, error: Exception) -> None:
-    """Print that a figure could not be measured; the others go on."""
+    """Print that a figure could not be measured, without ending the benchmark."""
     traceback.print_exception(error, file=sys.stdout)
-    print(f"MISSED: {name}: {type(error).__name__}: {first_line(error)}", flush=True)
+    print(
+        f"MISSED: {name}: {type(error).__name__}: {first_line(error)}",
+        flush=True,
+    )
 
 
 def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest results of a benchmark that were not kept.
+    """Return a benchmark's newest results that were not kept, to continue from them.
 
-    Only where the same code was `asked` the same: it goes on with them.
+    Empty unless they come from the same commit, with the same settings (`asked`).
     """
     for path in sorted(SCRATCH.glob(f"{name}-[0-9]*.json"))[-1:]:
         found = json.loads(path.read_text())
@@ -173,9 +190,9 @@ def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(name: str, results: dict[str, Any], keep: bool) -> Path:
-    """Write the figures with date, hardware and versions.
+    """Write the figures with date, hardware and versions; return the file's path.
 
-    `keep` puts them where documents quote from.
+    With `keep`, the file is in benchmarks/results, which the documents quote.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = {

@@ -1,4 +1,4 @@
-"""Figures that are taken inside the workers of a TorchTrainer."""
+"""Measure inside the workers of a TorchTrainer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 def in_workers(
     measure: Callable[[], Any], num_workers: int = 1, gpu: bool = False
 ) -> Any:
-    """Return what `measure` returns on rank 0.
+    """Call `measure` on every rank of a TorchTrainer; return rank 0's result.
 
-    Every rank calls it, with a CPU and a `gpu` of its own.
-
-    Ray is connected.
+    Each rank has one CPU and, if `gpu`, one GPU. Ray must be connected.
     """
     import ray
     import ray.train
@@ -41,7 +39,9 @@ def in_workers(
     )
     with tempfile.TemporaryDirectory(prefix="on-ray-") as storage:
         keep = ray.train.CheckpointConfig(num_to_keep=1)
-        config = ray.train.RunConfig(storage_path=storage, checkpoint_config=keep)
+        config = ray.train.RunConfig(
+            storage_path=storage, checkpoint_config=keep
+        )
         TorchTrainer(
             worker,
             train_loop_config={"box": box},

@@ -1,18 +1,20 @@
-"""Compare the loop with a bare one, Lightning and Accelerate on a GPU, on three works.
+"""Compare Paceline's loop on a GPU with a bare loop, Lightning and Accelerate.
 
 Run as: python -m benchmarks.peers [ROUNDS] [--works resnet9,gpt,cnn] [--steps 120]
                                    [--minutes 4] [--small] [--keep]
 
-    bare           images or text resident on the device, rows taken from them by the
-                   product's permutation, autocast, fused optimizer; no loader, no check
-    bare again     the A/A floor
-    lightning      its Trainer, on the same resident batches
-    accelerate     the bare loop through its `prepare`, on the same resident batches
+    bare           a hand-written loop with autocast and a fused optimizer; images or text
+                   are resident on the device, and rows are taken in Paceline's order;
+                   without a loader, and without any check of the run
+    bare again     the bare loop a second time, for the A/A floor
+    lightning      Lightning's Trainer, on the same resident batches
+    accelerate     the bare loop through Accelerate's `prepare`, on the same batches
     uncaptured     Paceline with `cuda_graphs: false`
-    paceline       Paceline as it comes
+    paceline       Paceline with its defaults
 
-All train the same steps in turn, by a clock on the wall after the warm-up, and mean
-losses must be equal. `--small` (always without CUDA) are miniatures without thresholds.
+In each of three workloads, all of them take turns to train the same steps. The time is
+wall time after the warm-up, and mean losses must be equal. With `--small` (always without
+CUDA), miniatures run, without thresholds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.measure import failed, interleave, save, show, summarize, verdict
+from benchmarks.measure import (
+    failed,
+    interleave,
+    save,
+    show,
+    summarize,
+    verdict,
+)
 from benchmarks.runs import (
     Budget,
     Runs,
@@ -44,7 +53,11 @@ from trainers.data.batch import Batch
 from trainers.devices.device import synchronize
 from trainers.loop._checkpointing import AGREE_EVERY_STEPS
 from trainers.model.optimizer import lr_factor
-from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
+from trainers.model.precision import (
+    PrecisionSpec,
+    apply_matmul,
+    resolve_precision,
+)
 
 # fmt: off
 WORKS = {
@@ -59,26 +72,27 @@ SMALL = {
 }
 # fmt: on
 LEAST = {"resnet9": 1.3, "gpt": 0.99, "cnn": 5.0}
-"""Times the bare loop's rate that Paceline must reach as it comes."""
+"""By workload, the least ratio of Paceline's default rate to the bare loop's rate."""
 LEAST_UNCAPTURED = 0.99
 WARM_STEPS = 20
 _CLOSE = {"cpu": 1e-5, "cuda": 0.05}
-"""How far mean losses may lie apart: on CUDA products sum in another order every time,
-and bf16 keeps three digits.
+"""The largest relative difference of mean losses, by device. On CUDA, the order
+of summation varies, and bf16 keeps three digits.
 """
 Rate = tuple[float, float]
 """Samples/s after the warm-up, and the mean loss of all steps."""
 
 
 def changes_of(work: Work, device: torch.device, steps: int) -> dict[str, Any]:
-    """Return what all loops train."""
+    """Return the changes to a workload's configuration that all loops train with."""
     on_gpu = device.type == "cuda"
     return {
         "device": device.type,
         "precision": "bf16" if on_gpu else "fp32",
         "channels_last": "auto",
         "max_steps": steps,
-        "log_every_steps": 10 * steps,  # one window: its mean loss is the run's
+        "log_every_steps": 10
+        * steps,  # one window: its mean loss is the run's
         "evaluate.microbatch_size": work.batch,
     }
 
@@ -100,14 +114,16 @@ class Bare:
         self.spec: PrecisionSpec = spec.with_layout("auto", model, self.device)
         self.model: nn.Module = self.spec.convert_model(model)
         self.optimizer: Optimizer = runs.new_optimizer(self.model, config)
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.loss_sum = torch.zeros(
+            (), dtype=torch.float64, device=self.device
+        )
         self._base_lr = self.optimizer.param_groups[0]["lr"]
         self._step = 0
         self._began = 0.0
         torch.manual_seed(config.seed)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batch of each step; Lightning takes one ahead."""
+        """Yield the batch of each step; Lightning fetches each batch one step ahead."""
         size = self.runs.work.batch
         split = self.task.dataset("train").tensors
         resident = [tensor.to(self.device) for tensor in split]
@@ -116,7 +132,9 @@ class Bare:
         for step in range(self.steps):
             epoch, at = divmod(step, per_epoch)
             if at == 0:
-                generator = torch.Generator().manual_seed(self.config.seed + epoch)
+                generator = torch.Generator().manual_seed(
+                    self.config.seed + epoch
+                )
                 order = torch.randperm(len(resident[0]), generator=generator)
                 order = order.to(self.device)
             rows = order[at * size : (at + 1) * size]
@@ -124,7 +142,7 @@ class Bare:
             yield self.spec.convert_batch(self.task.transform(batch, True))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Begin a step: set its learning rate, and return its batch's loss."""
+        """Begin a step: set the learning rate, and return the loss of the batch."""
         if self._step == WARM_STEPS:
             synchronize(self.device)
             self._began = time.perf_counter()
@@ -136,16 +154,18 @@ class Bare:
         return loss
 
     def rate(self) -> Rate:
-        """Return the figures once all steps are done."""
+        """Return the rate and the mean loss, once all steps are done."""
         synchronize(self.device)
         elapsed_s = time.perf_counter() - self._began
         mean_loss = float(self.loss_sum) / self.steps
         release()
-        return (self.steps - WARM_STEPS) * self.runs.work.batch / elapsed_s, mean_loss
+        return (
+            self.steps - WARM_STEPS
+        ) * self.runs.work.batch / elapsed_s, mean_loss
 
 
 def bare(runs: Runs, config: TrainConfig) -> Rate:
-    """Train by hand."""
+    """Train by a hand-written loop."""
     parts = Bare(runs, config)
     for batch in parts.batches():
         parts.optimizer.zero_grad(set_to_none=True)
@@ -153,13 +173,15 @@ def bare(runs: Runs, config: TrainConfig) -> Rate:
             loss = parts.loss(parts.model, batch)
         loss.backward()
         if config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parts.model.parameters(), config.clip_grad_norm)
+            nn.utils.clip_grad_norm_(
+                parts.model.parameters(), config.clip_grad_norm
+            )
         parts.optimizer.step()
     return parts.rate()
 
 
 def accelerate(runs: Runs, config: TrainConfig) -> Rate:
-    """Train through Accelerate, as its documentation migrates a loop."""
+    """Train by a loop that was migrated to Accelerate as its documentation says."""
     from accelerate import Accelerator
 
     parts = Bare(runs, config)
@@ -178,7 +200,7 @@ def accelerate(runs: Runs, config: TrainConfig) -> Rate:
 
 
 def lightning(runs: Runs, config: TrainConfig) -> Rate:
-    """Train by Lightning's Trainer without logging, checkpoints and progress bar."""
+    """Train by Lightning's Trainer, without logging, checkpoints or a progress bar."""
     from lightning.pytorch import LightningModule, Trainer
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -201,9 +223,12 @@ def lightning(runs: Runs, config: TrainConfig) -> Rate:
             gradient_clip_val: Any = None,
             gradient_clip_algorithm: Any = None,
         ) -> None:
-            # Lightning's own refuses every fused optimizer, with bf16, too.
+            # Lightning's own method refuses every fused optimizer, even with
+            # bf16.
             if gradient_clip_val is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+                nn.utils.clip_grad_norm_(
+                    self.model.parameters(), gradient_clip_val
+                )
 
     trainer = Trainer(
         accelerator="cpu" if parts.device.type == "cpu" else "gpu",
@@ -221,23 +246,25 @@ def lightning(runs: Runs, config: TrainConfig) -> Rate:
 
 
 def paceline(runs: Runs, changes: dict[str, Any]) -> Rate:
-    """Train by the product's loop, from its look at the end of the warm-up to its last.
+    """Train by Paceline's loop; return the rate after the warm-up, and the mean loss.
 
-    Looks are ten steps apart.
+    The times are those at which the loop asks whether to stop, every ten steps.
     """
     measured = runs.run(changes, math.inf)
     looks = measured.looks[WARM_STEPS // AGREE_EVERY_STEPS - 1 :]
     samples = (measured.result.steps - WARM_STEPS) * runs.work.batch
-    return samples / (looks[-1] - looks[0]), measured.result.metrics["train_loss"]
+    return samples / (looks[-1] - looks[0]), measured.result.metrics[
+        "train_loss"
+    ]
 
 
 def measure(
     work: Work, device: torch.device, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Run all peers in turn; return medians, ratios to the bare loop, floor, losses.
+    """Run all peers in turn; return medians, ratios to the bare loop, floor and losses.
 
     Args:
-        steps: of each run, a multiple of ten.
+        steps: The number of steps of each run, a multiple of ten.
     """
     runs = Runs(work, device)
     changes = changes_of(work, device, steps)
@@ -270,17 +297,23 @@ def measure(
         if not math.isclose(loss, losses["bare"], rel_tol=_CLOSE[device.type])
     }
     if apart:
-        raise AssertionError(f"mean losses differ: {apart}, bare {losses['bare']}")
+        raise AssertionError(
+            f"mean losses differ: {apart}, bare {losses['bare']}"
+        )
     return {**summary, "train_loss": losses}
 
 
 def judge(name: str, summary: dict[str, Any]) -> None:
-    """Say which thresholds a work has held."""
+    """Print whether each threshold held on a workload."""
     rows = summary["rows"]
     ratio = {peer: row["ratio"] for peer, row in rows.items()}
-    verdict(f"{name}: Paceline over the bare loop", ratio["paceline"], LEAST[name])
+    verdict(
+        f"{name}: Paceline over the bare loop", ratio["paceline"], LEAST[name]
+    )
     uncaptured = ratio["uncaptured"]
-    verdict(f"{name}: uncaptured over the bare loop", uncaptured, LEAST_UNCAPTURED)
+    verdict(
+        f"{name}: uncaptured over the bare loop", uncaptured, LEAST_UNCAPTURED
+    )
     for peer in ("lightning", "accelerate"):
         if peer in ratio:
             ahead = ratio["paceline"] / ratio[peer]
@@ -290,8 +323,12 @@ def judge(name: str, summary: dict[str, Any]) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("rounds", nargs="?", type=int, default=3)
-    parser.add_argument("--works", type=lambda text: text.split(","), default=[*WORKS])
-    parser.add_argument("--steps", type=int, default=120, help="of each run, in tens")
+    parser.add_argument(
+        "--works", type=lambda text: text.split(","), default=[*WORKS]
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="a multiple of ten"
+    )
     given = parser.parse_args()
     if given.steps % AGREE_EVERY_STEPS or given.steps <= 2 * WARM_STEPS:
         rule = f"must be a multiple of ten above {2 * WARM_STEPS}"
@@ -307,7 +344,9 @@ def main() -> None:
             began = budget.spent_s()
             work = (SMALL if small else WORKS)[name]
             try:
-                results[name] = measure(work, device, given.rounds, given.steps)
+                results[name] = measure(
+                    work, device, given.rounds, given.steps
+                )
             except Exception as error:
                 failed(name, error)
                 continue

@@ -1,10 +1,11 @@
-"""Runs of the product's own loop that a benchmark measures.
+"""Runs of Paceline's own loop, for benchmarks to measure.
 
-Each is an example's train.yaml with changes, for so many seconds.
+Each run trains an example's train.yaml, with changes, for a given time.
 
-Without Ray, storage, evaluation and checkpoints: `fit` itself, in this process, with
-nobody above it. Data and initial weights of a work are made once, each run starts from
-a copy. All data is synthetic, of the real shapes.
+A run is a call of `fit` in this process: without a launcher, Ray, storage,
+regular evaluations or checkpoints. The data and the initial weights of a workload
+are made once, and each run starts from a copy of the weights. All data is
+synthetic, in the real shapes.
 """
 
 from __future__ import annotations
@@ -54,22 +55,27 @@ _SAME: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: a train.yaml, and what is changed in it for every run."""
+    """A workload: a train.yaml, and the changes that every run makes to it."""
 
     file: Path
     batch: int
-    """Global batch and microbatch."""
+    """The global batch size, which is also the microbatch size."""
     changes: dict[str, Any] = field(default_factory=dict)
     long_steps: bool = False
-    """Steps of tens of milliseconds and more: five of them after five of warm-up may be
-    all that there is time for.
+    """Whether steps take tens of milliseconds or more, so that there may be no
+    time for more than five steps after the five of the warm-up.
     """
 
     def config(self, changes: dict[str, Any]) -> TrainConfig:
-        """The configuration of a run with dotted changes; raises ConfigError."""
-        log_every = {"log_every_steps": WARMUP_STEPS if self.long_steps else 100}
-        sizes = {"global_batch_size": self.batch, "microbatch_size": self.batch}
-        # results are kept: no path of a machine in them
+        """Return the configuration of a run with dotted changes; raises ConfigError."""
+        log_every = {
+            "log_every_steps": WARMUP_STEPS if self.long_steps else 100
+        }
+        sizes = {
+            "global_batch_size": self.batch,
+            "microbatch_size": self.batch,
+        }
+        # Results are kept, so they must not name a path of this machine.
         source = f"{self.file.parent.name}/{self.file.name}"
         tree = parse_mapping(self.file.read_text(encoding="utf-8"), source)
         tree = override(
@@ -80,16 +86,19 @@ class Work:
         return build(TrainConfig, tree, source)
 
 
-def example(name: str, batch: int, long_steps: bool = False, **task_args: Any) -> Work:
-    """A work from examples/."""
+def example(
+    name: str, batch: int, long_steps: bool = False, **task_args: Any
+) -> Work:
+    """Return the workload of one of the examples."""
     changes = {f"task_args.{key}": value for key, value in task_args.items()}
     return Work(EXAMPLES / name / "train.yaml", batch, changes, long_steps)
 
 
 class TimedContext(LocalContext):
-    """Asks to stop after so many seconds beyond the warm-up.
+    """Stops a run `seconds` after its warm-up.
 
-    The loop looks every ten steps, the device waited for.
+    The loop calls `should_stop` every ten steps, once the device has finished
+    them.
     """
 
     def __init__(self, seconds: float, microbatch_size: int) -> None:
@@ -97,17 +106,17 @@ class TimedContext(LocalContext):
         self.microbatch_bounds = (
             microbatch_size,
             None,
-        )  # no probe: what does not fit fails in the step
+        )  # no probe: a size that does not fit fails in the step
         self.seconds = seconds
         self.looks: list[float] = []
         self._warm: float | None = None
 
     def observe(self, figures: dict[str, float]) -> None:
-        """A log window has ended: with windows as long as the warm-up, so has that."""
+        """Note the end of the first log window; for long steps, it ends the warm-up."""
         self._warm = self._warm or time.perf_counter()
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether the time is over."""
+        """Return whether the time is over."""
         self.looks.append(time.perf_counter())
         self._warm = self._warm or self.looks[0]
         return self.looks[-1] - self._warm >= self.seconds
@@ -119,23 +128,25 @@ class Measured:
 
     result: RunResult
     looks: list[float]
-    """When the loop looked up, every ten steps."""
+    """When the loop called `should_stop`, every ten steps."""
 
     @property
     def samples_per_s(self) -> float:
-        """By the loop's own clock: steps after warm-up."""
+        """The throughput of the steps after the warm-up, by the loop's own clock."""
         assert self.result.throughput is not None
         return self.result.throughput.samples_per_s
 
 
 class Runs:
-    """Runs of one work on one device."""
+    """Runs of one workload on one device."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self.work = work
         self.device = device
         config = work.config({"device": device.type, "precision": "fp32"})
-        self.task: Any = load_task(config.task, config.task_args, str(work.file))
+        self.task: Any = load_task(
+            config.task, config.task_args, str(work.file)
+        )
         self.new_optimizer: Callable[[nn.Module, TrainConfig], Optimizer] = (
             self.task.optimizer
         )
@@ -146,9 +157,10 @@ class Runs:
     def run(
         self, changes: dict[str, Any], seconds: float, fused: bool = True
     ) -> Measured:
-        """Train for so long with dotted changes.
+        """Train with dotted changes, for `seconds` after the warm-up.
 
-        Raises what `fit` raises: call `release` once that is handled.
+        Raises what `fit` raises. Once you have handled that exception, call
+        `release`.
         """
         config = self.work.config({"device": self.device.type, **changes})
         new = self.new_optimizer
@@ -162,11 +174,11 @@ class Runs:
 
 
 def unfused(optimizer: Optimizer) -> Optimizer:
-    """Return the same optimizer as torch makes it by itself, before its first step.
+    """Return the same optimizer as torch makes it by default, before its first step.
 
-    It makes a few calls for all parameters together.
+    On a GPU, torch then updates all parameters in a few calls (`foreach`).
     """
-    groups = [{**group, "fused": False} for group in optimizer.param_groups]
+    groups = [{**group, "fused": None} for group in optimizer.param_groups]
     return type(optimizer)(groups)  # type: ignore[call-arg]
 
 
@@ -180,21 +192,26 @@ def release() -> None:
 
 
 def matmul_flops(precision: str, device: torch.device, n: int) -> float:
-    """Return FLOP/s of a product of two random n x n matrices in this precision.
+    """Return the FLOP/s of a product of two random n x n matrices in this precision.
 
-    The median of several samples.
+    The result is the median of several samples.
     """
     spec = TABLE[precision]
     apply_matmul(spec)
-    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
+    left, right = torch.randn(2, n, n, device=device).to(
+        spec.autocast or torch.float32
+    )
     out = torch.empty_like(left)
-    return 2 * n**3 / seconds_of(lambda: torch.mm(left, right, out=out), device)
+    return (
+        2 * n**3 / seconds_of(lambda: torch.mm(left, right, out=out), device)
+    )
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that `run` takes: the median of samples of 0.2 s or more.
 
-    Samples are long compared with a scheduler's time slice, so that none is just lucky.
+    Samples are long compared with a scheduler's time slice, so that none is
+    just lucky.
     """
 
     def clock() -> float:
@@ -207,12 +224,15 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What the scripts of a GPU's figures have in common."""
+    """Return a parser with the arguments that the GPU benchmarks share."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, help="of the whole")
-    parser.add_argument("--small", action="store_true", help="miniatures, as on a CPU")
+    parser.add_argument("--minutes", type=float, help="limit of the whole")
+    parser.add_argument(
+        "--small", action="store_true", help="run miniatures, as on a CPU"
+    )
     parser.add_argument(
         "--keep", action="store_true", help="write to benchmarks/results"
     )
@@ -220,27 +240,29 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def device_and_size(small: bool) -> tuple[torch.device, bool]:
-    """The device that is there, and whether miniatures run on it: on a CPU always.
+    """Return the device, and whether to run miniatures, as is always done on a CPU.
 
-    Says so.
+    If so, this function prints a line that says so.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" or small:
         print(
-            "MINIATURES: figures say nothing of speed"
+            "MINIATURES: figures say nothing about speed"
             + ("" if small else " (this machine has no CUDA)")
         )
     return device, small or device.type == "cpu"
 
 
 class Budget:
-    """A limit to the whole of a benchmark.
+    """The time limit of a whole benchmark.
 
-    What would not fit any more is dropped, and said.
+    What does not fit into the remaining time is dropped, and `say` names it.
     """
 
     def __init__(
-        self, minutes: float | None, clock: Callable[[], float] = time.monotonic
+        self,
+        minutes: float | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.minutes = minutes
         self._clock = clock
@@ -248,18 +270,21 @@ class Budget:
         self.dropped: list[str] = []
 
     def affords(self, name: str, cost_s: float) -> bool:
-        """Whether so many seconds are left; otherwise `name` is dropped."""
-        if self.minutes is None or self.spent_s() + cost_s <= self.minutes * 60:
+        """Return whether `cost_s` seconds are left; if not, `name` is dropped."""
+        if (
+            self.minutes is None
+            or self.spent_s() + cost_s <= self.minutes * 60
+        ):
             return True
         self.dropped.append(name)
         return False
 
     def spent_s(self) -> float:
-        """Since the beginning."""
+        """Return the seconds since the beginning."""
         return self._clock() - self._began
 
     def say(self) -> None:
-        """What was dropped."""
+        """Print what was dropped."""
         if self.dropped:
             print(
                 f"\nDROPPED for want of time ({self.minutes:g} minutes in all): {', '.join(self.dropped)}"
@@ -268,9 +293,9 @@ class Budget:
 
 @contextlib.contextmanager
 def quiet_and_cold() -> Iterator[None]:
-    """Begin torch.compile without a cache, and keep tasks quiet.
+    """In this block, start torch.compile with an empty cache, and keep tasks quiet.
 
-    They would repeat in every run that their data is synthetic.
+    Otherwise tasks would log in every run that their data is synthetic.
     """
     print("all data is SYNTHETIC, of the real shapes", flush=True)
     logger = logging.getLogger("examples")

@@ -1,14 +1,17 @@
-"""What does a checkpoint cost that all ranks write at once?
+"""What does a sharded checkpoint, which all ranks write together, cost?
 
-Time and memory, against a plain call of torch's DCP.
+Its time and memory are compared with those of torch's DCP.
 
-Run as: python -m benchmarks.sharded [ROUNDS] [--mb 200] [--ranks 4] [--directory DIR]
-[--full] [--keep] A model of `--mb` in FSDP2 units and the moments of AdamW, three times
-that in all; `--full`: 2 GB of parameters. Each round takes, in turn: `ours`, written
-with checksums and read with the verification of each; `dcp`,
-torch.distributed.checkpoint.save and load of the same state (measured twice: the A/A
-floor). Medians in ms, until the last rank has ended. The memory is a rank's at its peak
-above what it held before.
+Run as: python -m benchmarks.sharded [ROUNDS] [--mb 200] [--ranks 4]
+    [--directory DIR] [--full] [--keep]
+
+The state is a model of `--mb` in FSDP2 units, with the moments of AdamW: three
+times `--mb` in all. `--full` sets 2 GB of parameters. Each round measures, in
+turn: `ours`, a checkpoint of Paceline, which is written with checksums that are
+verified when it is read; and `dcp`, torch.distributed.checkpoint.save and load
+of the same state (measured twice, for the A/A floor). Times are medians in ms,
+until the last rank has ended. Memory is the peak of the rank with the highest
+one, above what that rank held before.
 """
 
 from __future__ import annotations
@@ -47,10 +50,12 @@ CPU = torch.device("cpu")
 
 
 def make_state(size_mb: int) -> dict[str, Any]:
-    """A sharded model's parameters and moments; no rank ever has a whole one."""
+    """Return a sharded model's parameters and moments; no rank holds a whole tensor."""
     layers = max(1, size_mb * 2**20 // (4 * _WIDTH**2))
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
+        model = nn.Sequential(
+            *(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers))
+        )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -60,7 +65,10 @@ def make_state(size_mb: int) -> dict[str, Any]:
     for parameter in parameters:
         nn.init.normal_(local(parameter))
     moments = {
-        number: {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        number: {
+            name: torch.rand_like(parameter)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
         for number, parameter in enumerate(parameters)
     }
     return {
@@ -73,7 +81,10 @@ def make_state(size_mb: int) -> dict[str, Any]:
 def ours(
     checkpoints: Checkpoints, state: dict[str, Any]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Writing, and reading into tensors on the ranks' own memory."""
+    """Return two functions: one writes a checkpoint of ours, the other reads it.
+
+    Parameters are read into the tensors that each rank already has.
+    """
     like = next(filter(is_shard, state["model"].values()))
     group = checkpoints.group
 
@@ -95,7 +106,7 @@ def ours(
         )
         state[
             "optimizer"
-        ] = {}  # a run that resumes has none yet, and keeps what it is given
+        ] = {}  # a run that resumes has no moments yet, and keeps what it reads
         state["optimizer"] = found.rows.fill(
             found.state["optimizer"], group.rank, group.world_size, place
         )
@@ -106,7 +117,7 @@ def ours(
 def plain(
     directory: Path, state: dict[str, Any]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The same by torch's own files."""
+    """Return two functions: one writes the state by torch's DCP, the other reads it."""
 
     def write() -> None:
         dcp.save(tensors(state), checkpoint_id=directory)
@@ -118,12 +129,12 @@ def plain(
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """What DCP is given."""
+    """Return the part of the state that DCP saves and loads."""
     return {"model": state["model"], "optimizer": state["optimizer"]["state"]}
 
 
 def timed(action: Callable[[], None]) -> float:
-    """ms until every rank has done it."""
+    """Call `action`; return how long it took until every rank had done it, ms."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -132,7 +143,7 @@ def timed(action: Callable[[], None]) -> float:
 
 
 def peak(action: Callable[[], None]) -> float:
-    """MB by which this process grew at most while it did something."""
+    """Call `action`; return by how many MB this process grew at its peak."""
     status = Path("/proc/self/status")
     clear = Path("/proc/self/clear_refs")
 
@@ -146,7 +157,7 @@ def peak(action: Callable[[], None]) -> float:
         )
 
     before = read("VmRSS")
-    clear.write_text("5")  # the highest is that of now on
+    clear.write_text("5")  # resets VmHWM, the highest resident size
     timed(action)
     return (read("VmHWM") - before) / 1024
 
@@ -154,11 +165,11 @@ def peak(action: Callable[[], None]) -> float:
 def measure(
     rank: int, world_size: int, directory: str, size_mb: int, rounds: int
 ) -> None:
-    """One rank's part; rank 0 leaves the figures."""
+    """Measure on one rank; rank 0 writes the figures to a file."""
     torch.set_num_threads(1)
     warnings.simplefilter(
         "ignore"
-    )  # DCP says of each round that there is a checkpoint already
+    )  # DCP warns in each round that a checkpoint exists already
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/{_PORT_FILE}",
@@ -170,10 +181,13 @@ def measure(
     checkpoints = Checkpoints(Storage(f"{directory}/ours"), group, 1)
     peers = {"ours": ours(checkpoints, state)}
     peers |= {
-        name: plain(Path(directory, name), state) for name in ("dcp", "dcp again")
+        name: plain(Path(directory, name), state)
+        for name in ("dcp", "dcp again")
     }
     parts: list[Tensor] = [local(value) for value in state["model"].values()]
-    found: dict[str, Any] = {"share_mb": 3 * sum(part.nbytes for part in parts) / 2**20}
+    found: dict[str, Any] = {
+        "share_mb": 3 * sum(part.nbytes for part in parts) / 2**20
+    }
     memory = {}
     for name, (write, read) in peers.items():
         memory[name] = {
@@ -183,7 +197,8 @@ def measure(
     found["memory_mb"] = memory
     for number, action in enumerate(("write", "read")):
         actions = {
-            name: functools.partial(timed, pair[number]) for name, pair in peers.items()
+            name: functools.partial(timed, pair[number])
+            for name, pair in peers.items()
         }
         found[action] = summarize(
             interleave(actions, rounds, seed=0), "dcp", "dcp again"
@@ -193,8 +208,10 @@ def measure(
     dist.destroy_process_group()
 
 
-def main(rounds: int, size_mb: int, ranks: int, parent: str | None, keep: bool) -> None:
-    """The figures."""
+def main(
+    rounds: int, size_mb: int, ranks: int, parent: str | None, keep: bool
+) -> None:
+    """Measure on all ranks; print and save the figures."""
     directory = tempfile.mkdtemp(prefix="sharded-", dir=parent)
     try:
         start_processes(
@@ -226,13 +243,16 @@ def main(rounds: int, size_mb: int, ranks: int, parent: str | None, keep: bool) 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("rounds", nargs="?", type=int, default=9)
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--directory")
-    parser.add_argument("--full", action="store_true", help="2 GB of parameters")
+    parser.add_argument(
+        "--full", action="store_true", help="2 GB of parameters"
+    )
     parser.add_argument(
         "--keep", action="store_true", help="write to benchmarks/results"
     )

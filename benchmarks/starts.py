@@ -1,4 +1,4 @@
-"""Time what a trial costs beside its steps on a GPU: its start, its end, a whole sweep.
+"""Measure what trials cost on a GPU besides their steps: starts, ends, a whole sweep.
 
 Run as: python -m benchmarks.starts [--small]            a run in a forked process
         python -m benchmarks.starts --sweep [--small]    a sweep of twelve trials (Ray)
@@ -20,18 +20,24 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.measure import failed, verdict
-from benchmarks.runs import Work, arguments, device_and_size, example, quiet_and_cold
+from benchmarks.runs import (
+    Work,
+    arguments,
+    device_and_size,
+    example,
+    quiet_and_cold,
+)
 from trainers.launch.local import LocalContext
 from trainers.launch.user_code import load_task
 from trainers.loop.fit import fit
 
 _FORKS = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""torch counts devices without CUDA where this is set, so that a fork can use it."""
+"""If this is set, torch counts devices without CUDA, so that a fork can use CUDA."""
 TRIALS = 12
 
 
 class Looks(LocalContext):
-    """Notes when the loop looks up, every ten steps."""
+    """Notes when the loop asks whether to stop, which it does every ten steps."""
 
     def __init__(self) -> None:
         super().__init__(None, "local")
@@ -44,9 +50,9 @@ class Looks(LocalContext):
 
 
 def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
-    """Train in a process that has done nothing yet; return seconds, and a share."""
+    """Train in a fresh fork; return times, s, and the share of the run in its phases."""
     began = time.perf_counter()
-    os.environ.pop(_FORKS)  # each optimizer step would ask NVML
+    os.environ.pop(_FORKS)  # otherwise each optimizer step would ask NVML
     torch.ones(8, 8, device=changes["device"]).sum().item()
     context_s = time.perf_counter() - began
     config = work.config(changes)
@@ -65,7 +71,7 @@ def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
 
 
 def runs(work: Work, device: torch.device, steps: int, small: bool) -> None:
-    """Time a run's start and end, eager and compiled."""
+    """Time an eager run's start and end, and a compiled run's first step."""
     changes = {"device": device.type, "max_steps": steps}
     eager = _forked(work, {**changes, "compile": "off"})
     if eager is not None:
@@ -79,11 +85,13 @@ def runs(work: Work, device: torch.device, steps: int, small: bool) -> None:
     compiled = _forked(work, {**changes, "compile": "default"})
     if compiled is not None:
         first_s = compiled["first_step_s"]
-        verdict("seconds of a compiled first step", first_s, most=60, small=small)
+        verdict(
+            "seconds of a compiled first step", first_s, most=60, small=small
+        )
 
 
 def _forked(work: Work, changes: dict[str, Any]) -> dict[str, float] | None:
-    """Run in a fork; None where that fails, which is said."""
+    """Call `_run` in a fork; if that fails, print the error and return None."""
     name = f"compile {changes['compile']}"
     try:
         with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -96,7 +104,7 @@ def _forked(work: Work, changes: dict[str, Any]) -> dict[str, float] | None:
 
 
 def sweep(samples: int, epochs: int, small: bool) -> None:
-    """Run a whole sweep, and time what its trials do not train."""
+    """Run a whole sweep, and measure its time outside of training."""
     tree = {
         "train": {
             "task": "examples.mnist.task:Mnist",
@@ -117,13 +125,20 @@ def sweep(samples: int, epochs: int, small: bool) -> None:
         began = time.monotonic()
         subprocess.run([*command, "--storage_path", directory], check=True)
         took_s = time.monotonic() - began
-        table = parquet.read_table(Path(directory) / "starts" / "results.parquet")
+        table = parquet.read_table(
+            Path(directory) / "starts" / "results.parquet"
+        )
     rows = table.to_pylist()
     training_s = sum(row["training_s"] or 0.0 for row in rows)
     done = sum(row["status"] == "done" for row in rows)
     verdict("trials done", done, least=TRIALS)
     beside_s = took_s - training_s
-    verdict("seconds of the sweep beside its training", beside_s, most=40, small=small)
+    verdict(
+        "seconds of the sweep beside its training",
+        beside_s,
+        most=40,
+        small=small,
+    )
 
 
 def main() -> None:

@@ -1,17 +1,22 @@
 """What does a trial cost besides its training?
 
-A sweep as Ray documents it, the same script with Paceline's Tuner and TorchTrainer in
-place of Ray's, and a sweep of ours: each a command with an embedded cluster of its own.
+Three ways are compared: a sweep as Ray documents it; the same script with Paceline's
+Tuner and TorchTrainer in place of Ray's; and a sweep of Paceline. Each is a command that
+starts its own Ray.
 
-Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without
-        --full two of Ray's, multiplied python -m benchmarks.sweep --noop [1000]
-        [--keep]   trials without training: is the last as cheap as the first?
-A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32
-and bf16. All ways run the same loop with the same configurations, and must end with the
-same losses. Ray's way is a function trainable that builds a TorchTrainer with
-TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers.
-Ours and the changed script take turns, and the medians count; Ray's, which takes
-minutes, runs once between them.
+Run as:
+    python -m benchmarks.sweep [--full] [--keep]
+        8 and 24 trials; without --full, Ray's way runs two trials, and the time of all
+        is estimated from these
+    python -m benchmarks.sweep --noop [1000] [--keep]
+        trials of one step each: do the last ones cost as little as the first ones?
+
+A trial is three short epochs of an MLP on 2,000 rows. The trials are 4 or 12 batch sizes,
+each in fp32 and bf16. All ways run the same loop with the same configurations, and must
+end with the same losses. In Ray's way, a trial is a function that builds a TorchTrainer
+with TuneReportCallback; as many trials run at a time as the CPUs can hold with their
+workers. Paceline's sweep and the changed script take turns, and their medians count.
+Ray's way, which takes minutes, runs once, after the first turn.
 """
 
 from __future__ import annotations
@@ -48,12 +53,12 @@ RAYS_OWN = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
-"""What Ray does by itself, where Paceline (trainers/on_ray/environment.py) has set
-something else.
+"""Ray's own values of the variables that Paceline sets to something else
+(trainers/on_ray/environment.py).
 """
 _IDLE_PERCENT = 10.0
 _EDGE = 100
-"""Of a thousand trials: so many at the beginning and at the end are compared."""
+"""The most trials at the beginning, and as many at the end, that are compared."""
 
 
 class Rows(Task):
@@ -68,9 +73,12 @@ class Rows(Task):
     def dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         labels = torch.randint(0, 10, (self.rows,), generator=generator)
-        centres = torch.randn(10, 32, generator=torch.Generator().manual_seed(7))
+        centres = torch.randn(
+            10, 32, generator=torch.Generator().manual_seed(7)
+        )
         return TensorDataset(
-            centres[labels] + 2 * torch.randn(self.rows, 32, generator=generator),
+            centres[labels]
+            + 2 * torch.randn(self.rows, 32, generator=generator),
             labels,
         )
 
@@ -85,7 +93,7 @@ def sweep_file(
     train: dict[str, Any],
     lanes: int | str = "auto",
 ) -> Path:
-    """A sweep's YAML."""
+    """Write a sweep's YAML file, and return its path."""
     tree = {
         "name": name,
         "storage_path": str(directory),
@@ -107,7 +115,7 @@ def sweep_file(
 
 
 def in_process(file: Path) -> tuple[float, list[Any]]:
-    """Wall time of a sweep from its call to its last record, and the records."""
+    """Run a sweep in this process; return its wall time, s, and the records."""
     from tune.sweeps._run import run_sweep
     from tune.sweeps.spec import prepare, read_sweep
 
@@ -119,10 +127,13 @@ def in_process(file: Path) -> tuple[float, list[Any]]:
 
 
 def timed(*command: str) -> tuple[float, str]:
-    """Wall time of a command, and what it printed."""
+    """Run a command; return its wall time, s, and what it printed."""
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     elapsed_s = time.perf_counter() - began
     if done.returncode:
@@ -131,7 +142,7 @@ def timed(*command: str) -> tuple[float, str]:
 
 
 def train_one(loop_config: dict[str, Any]) -> None:
-    """What each worker of Ray's way runs: the same loop."""
+    """Train by Paceline's loop; each worker of Ray's way calls this."""
     from trainers.launch.training import TrainJob
     from trainers.on_ray.worker_group import RayContext
 
@@ -142,11 +153,13 @@ def train_one(loop_config: dict[str, Any]) -> None:
 
 
 def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
-    """Run the same sweep, or its first `limit` trials, a TorchTrainer each.
+    """Run the sweep's trials as Ray documents it, with a TorchTrainer for each.
 
-    Prints, as JSON, its wall time in Tune and the configuration and loss of each trial.
+    Only the first `limit` trials run, if a limit is given. If `in_lanes`, the
+    two names TorchTrainer and Tuner are imported from `tune.ray`.
 
-    `in_lanes`: with the two names imported from `tune.ray`.
+    This function prints, as JSON, the wall time in Tune, and the configuration
+    and loss of each trial.
     """
     import ray.train
     from ray import tune
@@ -164,7 +177,9 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
     from tune.sweeps.spec import read_sweep
 
     spec = read_sweep(str(file), {})
-    storage = str(file.parent / f"{spec.config.name}-{'import' if in_lanes else 'ray'}")
+    storage = str(
+        file.parent / f"{spec.config.name}-{'import' if in_lanes else 'ray'}"
+    )
 
     def trial(config: dict[str, Any]) -> None:
         os.environ.update(RAYS_OWN)
@@ -182,30 +197,38 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
 
     trials = grid(spec.config)[:limit]
     runs = [
-        {"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)}
+        {
+            "tree": override(TrainConfig, spec.train, one),
+            "path": list(spec.path),
+        }
         for one in trials
     ]
-    # A trial's function holds one CPU and its worker another: any more of them at a
-    # time would wait for ever.
+    # A trial's function holds one CPU, and its worker another. If more trials
+    # ran at a time, they would wait forever.
     at_a_time = None if in_lanes else max(1, (os.cpu_count() or 1) // 2)
     tuner = Tuner(
         trial,
         param_space={"run": tune.grid_search(runs)},
         tune_config=tune.TuneConfig(max_concurrent_trials=at_a_time),
-        run_config=tune.RunConfig(name="tune", storage_path=storage, verbose=0),
+        run_config=tune.RunConfig(
+            name="tune", storage_path=storage, verbose=0
+        ),
     )
     began = time.perf_counter()
     results = tuner.fit()
     elapsed_s = time.perf_counter() - began
     found = [
-        (trials[runs.index(result.config["run"])], float(result.metrics["val_loss"]))
+        (
+            trials[runs.index(result.config["run"])],
+            float(result.metrics["val_loss"]),
+        )
         for result in results
     ]
     print(json.dumps({"tune_s": elapsed_s, "found": found}))
 
 
 def seconds_each(records: list[Any]) -> float:
-    """From the end of one trial to the end of the next on the same lane, s."""
+    """Return the mean time from a trial's end to the next trial's end on its lane, s."""
     ends: dict[int | None, list[float]] = {}
     for record in records:
         ends.setdefault(record.lane, []).append(record.end_time)
@@ -217,19 +240,22 @@ def seconds_each(records: list[Any]) -> float:
 
 
 def settle(most_s: float = 60.0) -> None:
-    """Wait until a cluster that has just started no longer works on its own start.
+    """Wait until the machine is idle, because a cluster has just been started.
 
-    Neither way should pay for it.
+    The first trials should not share the machine with that start.
     """
     deadline = time.monotonic() + most_s
     while (
-        psutil.cpu_percent(interval=2.0) > _IDLE_PERCENT and time.monotonic() < deadline
+        psutil.cpu_percent(interval=2.0) > _IDLE_PERCENT
+        and time.monotonic() < deadline
     ):
         pass
 
 
-def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, Any]:
-    """All ways, the same trials."""
+def compare(
+    directory: Path, count: int, full: bool, rounds: int
+) -> dict[str, Any]:
+    """Measure all ways on the same trials."""
     from tune.sweeps.spec import read_sweep
     from tune.trials.journal import Journal
 
@@ -261,7 +287,9 @@ def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, A
     ]
     for printed in said:
         for config, loss in json.loads(printed.splitlines()[-1])["found"]:
-            ours = next(record for record in records if record.config == config)
+            ours = next(
+                record for record in records if record.config == config
+            )
             assert ours.metrics["val_loss"] == loss, (
                 config,
                 ours.metrics["val_loss"],
@@ -297,18 +325,20 @@ def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, A
 
 
 def constant_cost(directory: Path, count: int) -> dict[str, Any]:
-    """Trials that train one step of one row: what the last ones cost, beside the first."""
+    """Run trials of one step of one row; compare what the last and the first ones cost."""
     train = {
         "task_args": {"rows": 1},
         "epochs": None,
         "max_steps": 1,
         "global_batch_size": 1,
     }
-    file = sweep_file(directory, f"noop-{count}", {"seed": list(range(count))}, train)
+    file = sweep_file(
+        directory, f"noop-{count}", {"seed": list(range(count))}, train
+    )
     elapsed_s, records = in_process(file)
     ends = sorted(record.end_time for record in records)
     edge = min(_EDGE, count // 4)
-    # The very first still share the machine with the start.
+    # The very first trials still share the machine with the sweep's start.
     first_s, last_s = (
         (span[-1] - span[0]) / edge
         for span in (ends[edge : 2 * edge + 1], ends[-edge - 1 :])
@@ -329,10 +359,11 @@ def constant_cost(directory: Path, count: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--full", action="store_true", help="every trial of Ray's way too"
+        "--full", action="store_true", help="run all trials of Ray's way"
     )
     parser.add_argument(
         "--noop",
@@ -340,13 +371,16 @@ def main() -> None:
         nargs="?",
         const=1000,
         default=0,
-        help="so many trials without training",
+        help="run this many trials of one step each",
     )
     parser.add_argument(
         "--keep", action="store_true", help="write to benchmarks/results"
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of ours and of the changed script"
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds of Paceline's sweep and of the changed script",
     )
     parser.add_argument(
         "--way", choices=["ray", "full", "import"], help=argparse.SUPPRESS
@@ -354,7 +388,9 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        as_documented(args.file, 2 if args.way == "ray" else None, args.way == "import")
+        as_documented(
+            args.file, 2 if args.way == "ray" else None, args.way == "import"
+        )
         return
     directory = Path(tempfile.mkdtemp(prefix="paceline-sweep-"))
     try:
@@ -363,15 +399,26 @@ def main() -> None:
 
             connect(show_workers=False)
             settle()
-            print(save("sweep-noop", constant_cost(directory, args.noop), args.keep))
+            print(
+                save(
+                    "sweep-noop",
+                    constant_cost(directory, args.noop),
+                    args.keep,
+                )
+            )
             return
-        rows = [compare(directory, count, args.full, args.rounds) for count in BATCHES]
+        rows = [
+            compare(directory, count, args.full, args.rounds)
+            for count in BATCHES
+        ]
         many = rows[-1]
         marginal_s = many["each_s"] - many["train_s"]
         print(
             f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training"
         )
-        print(save("sweep", {"rows": rows, "marginal_s": marginal_s}, args.keep))
+        print(
+            save("sweep", {"rows": rows, "marginal_s": marginal_s}, args.keep)
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

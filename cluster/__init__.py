@@ -14,10 +14,10 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """A problem in a cluster file or on a node.
 
-    An error marks what would not work, or would let strangers run code. A warning marks
-    what may be intended.
+    Level "error" means that the setup would not work, or would not be secure.
+    Level "warning" means that the setup may be intended.
     """
 
     level: Level

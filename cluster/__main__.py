@@ -1,10 +1,12 @@
 """Check cluster files, and examine live clusters.
 
-`validate` starts nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray
-job: its own), and runs a few seconds on each node.
+`validate` starts nothing. `check` joins the cluster that RAY_ADDRESS names
+(inside a Ray job: the job's own cluster), and takes a few seconds on each
+node.
 
-Exit codes: 0 in order; 1 warnings, with --strict, or a node that is not in order or that
-Ray did not drain; 2 errors in a file or on the command line.
+Exit codes: 0 everything is in order; 1 a warning (with --strict), a faulty
+node, or a node that Ray did not drain; 2 an error in a file or on the command
+line.
 """
 
 from collections import Counter
@@ -20,7 +22,8 @@ from trainers.errors import ConfigError
 _Uri = Annotated[
     str | None,
     Field(
-        title="URI", description="what all nodes must share; default: $PACELINE_STORAGE"
+        title="URI",
+        description="storage that all nodes must share; default: $PACELINE_STORAGE",
     ),
 ]
 
@@ -28,12 +31,14 @@ _Uri = Annotated[
 def validate(
     files: Annotated[
         tuple[str, ...],
-        Field(title="FILE...", description="of `ray up`"),
+        Field(title="FILE...", description="cluster files of `ray up`"),
     ],
     *,
-    strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
+    strict: Annotated[
+        bool, Field(description="exit with 1 on warnings")
+    ] = False,
 ) -> int:
-    """Check `ray up` files, offline: print errors and warnings."""
+    """Check cluster files of `ray up` offline, and print errors and warnings."""
     from cluster.files.ray_up import load_cluster
     from cluster.files.rules import findings
 
@@ -61,12 +66,14 @@ def check(
     *,
     local: Annotated[
         bool,
-        Field(description="this machine alone: what it has"),
+        Field(description="examine only this machine"),
     ] = False,
     storage_path: _Uri = None,
-    quick: Annotated[bool, Field(description="versions and storage alone")] = False,
+    quick: Annotated[
+        bool, Field(description="check only versions and storage")
+    ] = False,
     as_json: Annotated[
-        bool, Field(alias="json", description="all of it as JSON")
+        bool, Field(alias="json", description="print everything as JSON")
     ] = False,
 ) -> int:
     """Examine the nodes of the cluster that RAY_ADDRESS names, or this machine."""
@@ -81,18 +88,25 @@ def check(
 
 def watch(
     cloud: Annotated[
-        Literal["aws", "gcp", "azure"], Field(description="whose machine this is")
+        Literal["aws", "gcp", "azure"],
+        Field(description="the cloud that owns this machine"),
     ],
     *,
     address: Annotated[
-        str, Field(title="HOST:PORT", description="of the metadata service")
+        str,
+        Field(
+            title="HOST:PORT", description="address of the metadata service"
+        ),
     ] = ADDRESS,
     node: Annotated[
         str | None,
-        Field(title="ID", description="of the Ray node, where several run here"),
+        Field(
+            title="ID",
+            description="the Ray node, if this machine runs several",
+        ),
     ] = None,
 ) -> int:
-    """Wait for a spot machine's notice, and drain its Ray node; cluster files start it."""
+    """Drain this machine's Ray node when its spot notice comes; cluster files run this."""
     from cluster.spot import watch
 
     return watch(cloud, address, node)
@@ -102,18 +116,21 @@ def autoscale(
     config: Annotated[
         str,
         Field(
-            description="what `ray up` has put on the head: ~/ray_bootstrap_config.yaml"
+            description="the file that `ray up` puts on the head: ~/ray_bootstrap_config.yaml"
         ),
     ],
     *,
     node: Annotated[
         str | None,
-        Field(title="ID", description="of the head's Ray node, where several run here"),
+        Field(
+            title="ID",
+            description="the head's Ray node, if this machine runs several",
+        ),
     ] = None,
 ) -> int:
-    """Run Ray's autoscaler on a head, and take on-demand where spot is refused.
+    """Run Ray's autoscaler on a head, and take on-demand machines if spot is refused.
 
-    Cluster files start it.
+    Cluster files run this.
     """
     from cluster.files.ray_up import read_file
     from cluster.spot import autoscale

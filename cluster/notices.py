@@ -1,7 +1,7 @@
 """Ask the metadata services of EC2, Google Cloud and Azure for spot notices.
 
-A machine asks a link-local address by plain HTTP, without credentials and without a
-proxy, even if the environment sets one.
+A machine asks a link-local address by plain HTTP, without credentials and
+without a proxy, even if the environment sets one.
 """
 
 import email.utils
@@ -23,10 +23,10 @@ _LONGEST = 2**20
 
 @dataclass(frozen=True)
 class Notice:
-    """A notice that a machine is about to be taken back."""
+    """A notice that this machine is about to be taken back."""
 
     deadline_s: float
-    """Unix time from which on the machine may be gone."""
+    """Unix time in seconds from which the machine may be gone."""
     reason: str
 
 
@@ -38,19 +38,25 @@ class MetadataService(ABC):
 
     def __init__(self, address: str = ADDRESS) -> None:
         self._address = address
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )
 
     @abstractmethod
     def notice(self) -> Notice | None:
         """Return the notice for this machine, if any.
 
-        Raises whatever a service in trouble leads to.
+        Raises any exception if the service does not answer as it should.
         """
 
-    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str:
+    def _ask(
+        self, path: str, headers: Mapping[str, str], method: str = "GET"
+    ) -> str:
         """Send a request; return the text of the answer."""
         request = urllib.request.Request(
-            f"http://{self._address}{path}", headers=dict(headers), method=method
+            f"http://{self._address}{path}",
+            headers=dict(headers),
+            method=method,
         )
         with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
             return str(answer.read(_LONGEST).decode().strip())
@@ -59,19 +65,21 @@ class MetadataService(ABC):
 class Ec2(MetadataService):
     """EC2's instance metadata, version 2: `spot/instance-action`, two minutes ahead.
 
-    The service requires a session token, which is fetched first, by PUT.
+    Each request needs a session token, which a PUT request returns.
 
-    A rebalance recommendation does not count as a notice: it names no time, and most
-    machines that get one stay.
+    A rebalance recommendation does not count as a notice: it names no time,
+    and most machines that get one stay.
     """
 
-    every_s = 5.0  # as its documentation advises
+    every_s = 5.0  # as EC2's documentation advises
     _NOTICE_S = 120.0
 
     def notice(self) -> Notice | None:
         """Return the notice for this instance; status 404 means that there is none."""
         token = self._ask(
-            "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
+            "/latest/api/token",
+            {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
+            "PUT",
         )
         try:
             text = self._ask(
@@ -100,16 +108,19 @@ class Google(MetadataService):
         path = "/computeMetadata/v1/instance/preempted"
         if self._ask(path, {"Metadata-Flavor": "Google"}) != "TRUE":
             return None
-        return Notice(time.time() + self._NOTICE_S, "Google Cloud's notice: preempted")
+        return Notice(
+            time.time() + self._NOTICE_S, "Google Cloud's notice: preempted"
+        )
 
 
 class Azure(MetadataService):
     """Azure's scheduled events: `Preempt`, at least half a minute ahead.
 
-    All machines of a scale set see an event, so it counts only if it names this one.
+    All machines of a scale set see an event, so an event counts only if it
+    names this machine.
     """
 
-    every_s = 1.0  # as its documentation advises
+    every_s = 1.0  # as Azure's documentation advises
     _NOTICE_S = 30.0
     _HEADERS: ClassVar = {"Metadata": "true"}
 
@@ -117,7 +128,9 @@ class Azure(MetadataService):
         """Return the earliest eviction of this machine."""
         path = "/metadata/scheduledevents?api-version=2020-07-01"
         events = json.loads(self._ask(path, self._HEADERS))["Events"]
-        evictions = [event for event in events if event["EventType"] == "Preempt"]
+        evictions = [
+            event for event in events if event["EventType"] == "Preempt"
+        ]
         if not evictions:
             return None
         path = "/metadata/instance/compute?api-version=2021-02-01"
@@ -148,13 +161,14 @@ def wait_for_notice(
     has_ended: Callable[[float], bool],
     say: Callable[[str], None],
 ) -> Notice | None:
-    """Wait for a notice that this machine is to be taken back, and return it.
+    """Wait for a notice that this machine is about to be taken back, and return it.
 
-    Returns None once Ray has ended here.
+    Returns None once Ray has ended on this machine.
 
-    `has_ended` waits the given number of seconds for Ray to end, and returns whether it
-    has. If the service does not answer, or answers nonsense, it is asked again, and
-    `say` is called once.
+    `has_ended` waits the given number of seconds for Ray to end, and returns
+    whether Ray has ended. If the service gives no usable answer, it is asked
+    again. `say` is called once when such trouble begins, and once when it is
+    over.
     """
     trouble = ""
     pause_s = 0.0
@@ -167,7 +181,7 @@ def wait_for_notice(
             if notice is not None:
                 return notice
         except Exception as error:
-            trouble = f"{type(error).__name__}: {error}"
+            trouble = f"the metadata service gives no usable answer ({type(error).__name__}: {error})"
         if bool(trouble) != bool(before):
             say(trouble or "the metadata service answers again")
     return None

@@ -1,4 +1,4 @@
-"""Spot machines on Ray: drain nodes on notice, and avoid types that are refused (Ray).
+"""Spot machines: drain their nodes on notice, and avoid refused node types (Ray).
 
 Needs Linux.
 """
@@ -31,7 +31,7 @@ class Raylet:
     node_id: str
     gcs_address: str
     logs: str
-    """The directory of its session's logs."""
+    """The log directory of its Ray session."""
     process: int
     """A file descriptor that is readable once the process has ended."""
 
@@ -43,15 +43,20 @@ class Raylet:
 
 
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
-    """Wait for this machine's spot notice, then drain its Ray node; return exit code.
+    """Wait for this machine's spot notice, drain its Ray node, and return the exit code.
 
-    Runs on the node then write a checkpoint. Returns when Ray ends. Raises ClusterError
-    if there is no such node.
+    When the node is drained, runs on it write a checkpoint. If there is no
+    notice, this function returns when Ray ends. Raises ClusterError if this
+    machine has no such node.
     """
     raylet = find_raylet(node_id)
     try:
-        say(f"waiting for a notice that {cloud} takes Ray's node {raylet.node_id} back")
-        notice = wait_for_notice(SERVICES[cloud](address), raylet.has_ended, say)
+        say(
+            f"waiting for a notice that {cloud} takes back Ray's node {raylet.node_id}"
+        )
+        notice = wait_for_notice(
+            SERVICES[cloud](address), raylet.has_ended, say
+        )
         return 0 if notice is None or drain(raylet, notice) else 1
     finally:
         os.close(raylet.process)
@@ -64,7 +69,7 @@ def find_raylet(node_id: str | None = None) -> Raylet:
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             command = (process / "cmdline").read_text(errors="replace")
             program, *arguments = command.split("\0")
             if program.endswith("/raylet/raylet"):
@@ -74,46 +79,62 @@ def find_raylet(node_id: str | None = None) -> Raylet:
                     flags[name.lstrip("-")] = value
                 found.append((int(process.name), flags))
     chosen = [
-        (pid, flags) for pid, flags in found if node_id in (None, flags.get("node_id"))
+        (pid, flags)
+        for pid, flags in found
+        if node_id in (None, flags.get("node_id"))
     ]
     if len(chosen) != 1:
         names = [flags.get("node_id", "one unnamed") for _, flags in found]
         nodes = ", ".join(names) or "none"
-        raise ClusterError(
-            f"one node of Ray is watched, and on this machine run {nodes}: start Ray, or give --node"
+        words = (
+            f"this machine runs several Ray nodes; give --node one of {nodes}"
         )
+        if node_id is not None:
+            words = f"the Ray node {node_id} is not among those of this machine ({nodes}); start Ray, or give another --node"
+        elif not names:
+            words = "no Ray node runs on this machine; start Ray"
+        raise ClusterError(words)
     [(pid, flags)] = chosen
     logs = Path(flags.get("raylet_socket_name", "")).parents[1] / "logs"
     try:
         return Raylet(
-            flags["node_id"], flags["gcs-address"], str(logs), os.pidfd_open(pid)
+            flags["node_id"],
+            flags["gcs-address"],
+            str(logs),
+            os.pidfd_open(pid),
         )
     except ProcessLookupError:
         raise ClusterError(
-            "Ray has just ended on this machine: start it again"
+            "Ray has just ended on this machine; start Ray again"
         ) from None
 
 
 def drain(raylet: Raylet, notice: Notice) -> bool:
-    """Ask Ray to drain the node by the notice's deadline; return whether it accepts.
+    """Ask Ray to drain the node by the notice's deadline; return whether Ray accepts.
 
     Until the deadline, the request is repeated if it fails.
     """
-    say(f"{notice.reason}; gone in {notice.deadline_s - time.time():.0f} s")
+    say(
+        f"{notice.reason}; the machine is taken back in {notice.deadline_s - time.time():.0f} s"
+    )
     while True:
         # Always in the future: to Ray, 0 means no deadline.
         deadline_s = max(notice.deadline_s, time.time() + 1)
         deadline_ms = int(deadline_s * 1e3)
         try:
             accepted, words = drain_node(
-                raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S
+                raylet.gcs_address,
+                raylet.node_id,
+                notice.reason,
+                deadline_ms,
+                _RPC_S,
             )
         # Whatever the error is, use the remaining time to try again.
         except Exception as error:
             accepted = False
             words = f"{type(error).__name__}: {error}"
         if accepted:
-            say("Ray drains the node")
+            say("Ray is draining the node")
             return True
         say(f"Ray does not drain the node: {words}")
         if time.time() >= notice.deadline_s or raylet.has_ended(_AGAIN_S):
@@ -126,17 +147,21 @@ def say(words: str) -> None:
 
 
 def heed_refusals() -> None:
-    """Make Ray's autoscaler count machines that the cloud refuses as failures.
+    """Make Ray's autoscaler count it as a failure when the cloud refuses a machine.
 
-    Ray 2.60 ranks node types by their recent availability before it considers their
-    `priority`: for ten minutes after a failure it takes another type, and then the
-    preferred one again. But it counts as failures only machines that never came up
-    (ALLOCATION_TIMEOUT), not those that the cloud refused at once (ALLOCATION_FAILED),
-    as EC2 does with InsufficientInstanceCapacity. It requests those again every few
-    seconds, forever.
+    Ray 2.60 ranks node types by their recent availability before it considers
+    their `priority`: for ten minutes after a failure it takes another type,
+    and then the preferred one again. But Ray counts as failures only machines
+    that never came up (ALLOCATION_TIMEOUT). It does not count machines that
+    the cloud refused (ALLOCATION_FAILED), as EC2 does with
+    InsufficientInstanceCapacity; Ray requests them again every few seconds,
+    forever.
     """
     reconciler, subscriber, failed = autoscaler_parts()
-    for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
+    for step in (
+        "_try_resolve_pending_allocation",
+        "_handle_stuck_requested_instance",
+    ):
         setattr(
             reconciler,
             step,
@@ -153,7 +178,9 @@ def heed_refusals() -> None:
     subscriber.notify = notify_of_refusals
 
 
-def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
+def _naming_the_type(
+    step: Callable[..., Any], failed: int
+) -> Callable[..., Any]:
     """Wrap a step of Ray's autoscaler that decides about a requested instance.
 
     The wrapped step adds the node type to each failure.
@@ -171,8 +198,8 @@ def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any
 def autoscale(config: str, node_id: str | None = None) -> int:
     """Run Ray's autoscaler for the head on this machine, until Ray ends.
 
-    It replaces the autoscaler that `ray start --no-monitor` leaves out, and writes its
-    log to the same place.
+    This replaces the autoscaler that `ray start --no-monitor` leaves out. The
+    log goes to the log directory of the Ray session.
     """
     raylet = find_raylet(node_id)
     threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
@@ -183,7 +210,10 @@ def autoscale(config: str, node_id: str | None = None) -> int:
         "logs-dir": raylet.logs,
         "monitor-ip": raylet.gcs_address.rpartition(":")[0],
     }
-    sys.argv = [MONITOR, *(f"--{name}={value}" for name, value in options.items())]
+    sys.argv = [
+        MONITOR,
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
     runpy.run_module(MONITOR, run_name="__main__", alter_sys=True)
     return 0
 

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,56 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 HEAD = """# Benchmarks
 
-The newest kept figures of each script in `benchmarks/`, from the files in `benchmarks/results/` (`make docs` writes
-this page: no figure here is typed). [benchmarks/README.md](../benchmarks/README.md) says what each claim must show,
-what is missing, what was slow once, and how to run and to read them; [gpu.md](gpu.md) what waits for a GPU;
-[reliability.md](reliability.md) has the faults.
+The newest kept figures of each script in `benchmarks/`, from `benchmarks/results/` (`make docs` writes this page).
+[benchmarks/README.md](../benchmarks/README.md) says how to run the scripts, and what their figures mean and must show.
+[reliability.md](reliability.md) has the results under faults.
 
-`median`, `smallest` and `largest` are of n rounds; `ratio` is the median of the ratios to the baseline within a round.
-The A/A floor is how far the baseline, measured twice, is from itself: a difference below it is none. What has no n is
-of one run, or of the replays beside it.
-"""
+`median`, `smallest` and `largest` are over n rounds; `ratio` is the median of the ratios to the baseline within a
+round. The A/A floor is how far the baseline, measured twice, differs from itself; a smaller difference is noise.
+Figures without n come from one run, or from replayed sweeps. The scripts' docstrings explain the rows. Unless a
+section says otherwise, the machine was: """
 UNITS = {
     "checkpoint": "ms",
     "input": "samples/s",
     "loop": "samples/s",
     "sharded": "ms",
 }
-"""Of medians whose names have no unit as their suffix."""
+"""Units of medians whose names do not end in a unit, by benchmark."""
 LEFT_OUT = ("rounds", "train_loss")
-"""What a table is made of, not what it says."""
+"""Keys that are not shown: the figures of single rounds, and losses."""
 UNIT_SUFFIXES = ("s", "ms", "mb")
 _NAME = re.compile(r"(?P<kind>[a-z-]+)-\d{4}-\d\d-\d\d-(?P<device>\w+)\.json")
+_HEADERS = {
+    "lanes_s": "Paceline sweep (s)",
+    "import_s": "Ray script on lanes (s)",
+    "ray_s": "plain Ray (s)",
+    "ray_measured": "Ray trials measured",
+    "ray_trial_s": "Ray trial (s)",
+    "speedup": "plain Ray / Paceline",
+    "import_speedup": "plain Ray / script on lanes",
+    "train_s": "training (s)",
+    "lanes": "number of lanes",
+    "each_s": "trial to trial (s)",
+    "marginal_s": "overhead of a trial (s)",
+    "ahead": "paceline over",
+    "low": "95 % from",
+    "high": "95 % to",
+    "async": "async (held up)",
+    "slowdown": "async (steps slowed)",
+    "mb": "parameters (MB)",
+    "share_mb": "a rank's state (MB)",
+    "memory_mb": "peak memory above state (MB)",
+    "share_of_slice": "relative to slice",
+    "first_s": "early trial (s)",
+    "last_s": "late trial (s)",
+    "same_winner": "pairs with one winner",
+    "same_or_equal": "with equal winners",
+    "names_the_usual": "name the usual",
+    "regret_median": "winner's time over best",
+    "regret_worst": "at worst",
+    "samples_of_grid": "samples over a grid's",
+}
+"""Headings of figures whose names do not say what they measure."""
 _STATISTICS = {
     "median": "median",
     "min": "smallest",
@@ -45,19 +76,32 @@ Row = dict[str, str]
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     named = [
         (path, match)
         for path in sorted(RESULTS.glob("*.json"))
         if (match := _NAME.fullmatch(path.name))
     ]
     newest = {(match["kind"], match["device"]): path for path, match in named}
-    return "\n".join(
-        [HEAD, *(_section(kind, path) for (kind, _), path in sorted(newest.items()))]
+    usual = Counter(
+        _machine(json.loads(path.read_text())["environment"])
+        for path in newest.values()
+    ).most_common(1)[0][0]
+    sections = (
+        _section(kind, path, usual)
+        for (kind, _), path in sorted(newest.items())
     )
+    return "\n".join([f"{HEAD}{usual}.\n", *sections])
 
 
-def _section(kind: str, path: Path) -> str:
+def _machine(found: dict[str, Any]) -> str:
+    libraries = (
+        f"{name} {found[name]}" for name in ("python", "torch", "ray")
+    )
+    return f"{found['cpus']} CPU cores, device {found['device']}, {', '.join(libraries)}"
+
+
+def _section(kind: str, path: Path, usual: str) -> str:
     kept = json.loads(path.read_text())
     machine = kept["environment"]
     results = kept["results"]
@@ -66,19 +110,20 @@ def _section(kind: str, path: Path) -> str:
         for name in (kind.replace("-", "_"), kind.partition("-")[0])
     )
     script = next((file for file in named if (ROOT / file).is_file()), "")
-    doc = ast.get_docstring(ast.parse((ROOT / script).read_text())) if script else None
-    question = (doc or "").partition("\n\n")[0].replace("\n", " ")
-    libraries = ", ".join(
-        f"{name} {machine[name]}" for name in ("python", "torch", "ray")
+    doc = (
+        ast.get_docstring(ast.parse((ROOT / script).read_text()))
+        if script
+        else None
     )
-    said = f"{kept['date']}, {machine['cpus']} CPU cores, device {machine['device']}, {libraries}, commit"
+    question = (doc or "").partition("\n\n")[0].replace("\n", " ")
+    other = f"{_machine(machine)}, " if _machine(machine) != usual else ""
     files = [script] * bool(doc) + [str(path.relative_to(ROOT))]
     links = ", ".join(f"[{Path(file).name}](../{file})" for file in files)
     where = "" if machine["device"] == "cpu" else f", {machine['device']}"
     parts = [
         f"## {kind}{where}\n",
         f"{question}\n",
-        f"{said} {machine.get('git_commit', '')[:10]}: {links}.\n",
+        f"{kept['date']}, {other}commit {machine.get('git_commit', '')[:10]}: {links}.\n",
     ]
     works = {
         key: value
@@ -87,19 +132,29 @@ def _section(kind: str, path: Path) -> str:
     }
     whole = {key: value for key, value in results.items() if key not in works}
     for title, work in [("", whole), *works.items()]:
-        found = list(_tables(work, UNITS.get(kind, UNITS.get(f"{kind}: {title}", ""))))
-        parts += [f"### {kind}: {_words(title)}\n"] * bool(title and found) + found
+        found = list(
+            _tables(work, UNITS.get(kind, UNITS.get(f"{kind}: {title}", "")))
+        )
+        parts += [f"### {_words(title)}\n"] * bool(title and found) + found
     return "\n".join(parts)
 
 
 def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
-    """Yield a piece of work's plain values, what was measured, and its other rows."""
-    if plain := [f"{_words(key)} {value}" for key, value in _plain(work).items()]:
+    """Yield a workload's plain values, its table of medians, and its other tables."""
+    plain = [f"{_words(key)} {value}" for key, value in _plain(work).items()]
+    measured = dict(_measured(work))
+    counts = {row.get("n") for row in measured.values()}
+    if len(counts) == 1 and None not in counts:
+        plain += [f"n {counts.pop()}"]
+        for row in measured.values():
+            del row["n"]
+    if plain:
         yield "; ".join(plain) + "\n"
-    if measured := dict(_measured(work)):
+    if measured:
         head = f"median, {unit}" if unit else "median"
         yield _table(
-            {"": name, head: row.pop("median"), **row} for name, row in measured.items()
+            {"": name, head: row.pop("median"), **row}
+            for name, row in measured.items()
         )
     below = {
         key: value
@@ -114,32 +169,46 @@ def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
         }
         if any(flat.values()):
             yield _table(
-                {_words(name): _words(key), **row} for key, row in flat.items() if row
+                {_words(name): _words(key), **row}
+                for key, row in flat.items()
+                if row
             )
     for value in work.values():
-        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+        if isinstance(value, list) and all(
+            isinstance(row, dict) for row in value
+        ):
             yield _table(map(_plain, value))
 
 
 def _is_table(tree: dict[str, Any]) -> bool:
-    return all(isinstance(value, dict) and "median" in value for value in tree.values())
+    return all(
+        isinstance(value, dict) and "median" in value
+        for value in tree.values()
+    )
 
 
 def _flat(tree: dict[str, Any]) -> Row:
-    """The plain values of a row, and of how many picks it is."""
-    picks = {"n": f"{sum(tree['picks'].values()):,}"} if "picks" in tree else {}
+    """Return a row's plain values, and as n its number of picks if it has any."""
+    picks = (
+        {"n": f"{sum(tree['picks'].values()):,}"} if "picks" in tree else {}
+    )
     return _plain(tree) | picks
 
 
-def _measured(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Row]]:
-    """Whatever has a median, by its place in the file."""
+def _measured(
+    tree: dict[str, Any], path: str = ""
+) -> Iterator[tuple[str, Row]]:
+    """Yield every value with a median as a row, named by its place in the file."""
     if "median" in tree:
         row = {
-            name: _shown(tree[key]) for key, name in _STATISTICS.items() if key in tree
+            name: _shown(tree[key])
+            for key, name in _STATISTICS.items()
+            if key in tree
         }
         yield (
             path,
-            row | ({"ratio": f"{tree['ratio']:.2f} x"} if "ratio" in tree else {}),
+            row
+            | ({"ratio": f"{tree['ratio']:.2f}"} if "ratio" in tree else {}),
         )
         return
     for key, value in tree.items():
@@ -154,7 +223,7 @@ def _plain(tree: dict[str, Any]) -> Row:
         if key == "floor"
         else _shown(value)
         for key, value in tree.items()
-        if not isinstance(value, dict | list)
+        if value is not None and not isinstance(value, dict | list)
     }
 
 
@@ -175,7 +244,9 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _words(key: str) -> str:
-    """A key as a heading, with its unit."""
+    """Return a key as a heading, with its unit."""
+    if key in _HEADERS:
+        return _HEADERS[key]
     words, _, unit = key.rpartition("_")
     return (
         f"{_words(words)} ({unit.replace('mb', 'MB')})"
@@ -185,7 +256,7 @@ def _words(key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Four digits: what lies behind them is noise."""
+    """Return a value as text, a float with four digits: further ones are noise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value) or isinstance(value, int):

@@ -26,22 +26,25 @@ from tune.config import SweepConfig
 
 CONFIG = """# Configuration
 
-Every key of `train.yaml` and `sweep.yaml`, from the models themselves (`make docs` writes this page). Each is
-overridable as `--dotted.key value`; the keys of a sweep's run as `--train.dotted.key value`. Files are YAML 1.2: `1e-3`
-is a number and `off` is a word. An unknown key is an error that names the near miss, or what it is called here
-(`accumulate_grad_batches`). Of a task's run exactly one of `global_batch_size`, `batch_size_per_worker` and
-`batch_schedule`, and exactly one of `epochs` and `max_steps`, is required.
+Every key of `train.yaml` and `sweep.yaml` (`make docs` writes this page from the code). On the command line,
+`--dotted.key value` sets a key, and `--train.dotted.key value` a key of a sweep's run. Files are YAML 1.2: `1e-3` is a
+number and `off` is a word. The error for an unknown key, or for another tool's name (`accumulate_grad_batches`), names
+the right key. A task's run needs exactly one of `global_batch_size`, `batch_size_per_worker` and `batch_schedule`, and
+exactly one of `epochs` and `max_steps`.
 """
 COMMANDS = """# Commands
 
-What `--help` says of each command (`make docs` writes this page). `paceline-train`, `paceline-sweep` and
-`paceline-cluster` are the same, installed. `--dotted.key value` sets any key of [config.md](config.md). `--name value`
-and `--name=value` are the same, and so are hyphens and underscores in a name.
+What `--help` prints for each command (`make docs` writes this page). `paceline-train`, `paceline-sweep` and
+`paceline-cluster` are the same commands, once Paceline is installed. `--dotted.key value` sets any key of
+[config.md](config.md). `--name value` and `--name=value` are the same; a name may have hyphens or underscores.
+[training.md](training.md#what-it-shows) explains `--quiet, --json`.
 """
+QUIET = re.compile(r"--quiet .*\n +--json .*")
+"""The help of two options that many commands share: the page explains them once."""
 API = """# Python
 
-The public names and their docstrings (`make docs` writes this page). [python.md](python.md) shows how they are used,
-[tasks.md](tasks.md) when each method of a task is called. What is not here may change in any release.
+The public names and their docstrings (`make docs` writes this page). [python.md](python.md) shows how to use them, and
+[tasks.md](tasks.md) when each method of a task is called. Anything not listed here may change in any release.
 """
 DOORS = {"trainers": TrainConfig, "tune": SweepConfig, "cluster": None}
 MODULES = ("trainers", "tune", "tune.ray")
@@ -57,7 +60,7 @@ def markdown(
 ) -> str:
     """Return all keys as a section of docs/config.md.
 
-    Keys that the model `above` has alike are only named.
+    Keys that the model `above` has with the same default and text are only named.
     """
     known = [] if above is None else [*entries(above)]
     own = [entry for entry in entries(model) if entry not in known]
@@ -66,10 +69,14 @@ def markdown(
         for key, default, text in own
     )
     shared = dict.fromkeys(
-        key.partition(".")[0] for key, *rest in entries(model) if (key, *rest) in known
+        key.partition(".")[0]
+        for key, *rest in entries(model)
+        if (key, *rest) in known
     )
     named = (
-        [f"As above: {', '.join(f'`{key}`' for key in shared)}.", ""] if shared else []
+        [f"As above: {', '.join(f'`{key}`' for key in shared)}.", ""]
+        if shared
+        else []
     )
     return "\n".join(
         [
@@ -85,8 +92,10 @@ def markdown(
 
 
 def config() -> str:
-    """Every key of the YAML files."""
-    of_function = markdown("train.yaml with train_func", FunctionConfig, TrainConfig)
+    """Return docs/config.md: every key of the YAML files."""
+    of_function = markdown(
+        "train.yaml with train_func", FunctionConfig, TrainConfig
+    )
     return "\n".join(
         [
             CONFIG,
@@ -98,21 +107,27 @@ def config() -> str:
 
 
 def commands() -> str:
-    """Every command and option."""
+    """Return docs/commands.md: every command and option."""
     parts = [COMMANDS]
     for door, settings in DOORS.items():
         module = importlib.import_module(f"{door}.__main__")
-        about, _, exit_codes = (inspect.getdoc(module) or "").rpartition("\n\n")
-        about = re.sub(r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE)
+        about, _, exit_codes = (inspect.getdoc(module) or "").rpartition(
+            "\n\n"
+        )
+        about = re.sub(
+            r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE
+        )
         parts += [f"## python -m {door}\n", f"{about}\n", f"{exit_codes}\n"]
         parts += [
-            f"```text\n{one.help()}\n```\n"
+            f"```text\n{QUIET.sub('--quiet, --json', one.help())}\n```\n"
             for one in newest(door_commands(door, settings))
         ]
     return "\n".join(parts)
 
 
-def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Command]:
+def door_commands(
+    door: str, settings: type[Settings] | None
+) -> dict[str, Command]:
     """Return a package's commands by their words; the one without a word is ""."""
     module: Any = importlib.import_module(f"{door}.__main__")
     found: dict[str, Callable[..., int]] = {}
@@ -140,23 +155,30 @@ def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Comma
 
 
 def newest(commands: dict[str, Command]) -> list[Command]:
-    """Of two names of one function the newer."""
-    return list({command.function: command for command in commands.values()}.values())
+    """Return one command per function: of two names, the one listed last."""
+    return list(
+        {command.function: command for command in commands.values()}.values()
+    )
 
 
 def api() -> str:
-    """The public names, and the classes that their functions return."""
+    """Return docs/api.md: the public names, and the classes that functions return."""
     parts = [API]
     for name in MODULES:
         module = importlib.import_module(name)
         parts += [
             f"## {name}\n",
-            *(_name(public, getattr(module, public)) for public in module.__all__),
+            *(
+                _name(public, getattr(module, public))
+                for public in module.__all__
+            ),
         ]
     parts += ["## What they return\n"]
     for place in RETURNED:
         module_name, _, name = place.partition(":")
-        parts += [_name(name, getattr(importlib.import_module(module_name), name))]
+        parts += [
+            _name(name, getattr(importlib.import_module(module_name), name))
+        ]
     return "\n".join(parts)
 
 
@@ -174,22 +196,30 @@ def _name(name: str, value: Any) -> str:
     text += "".join(f"\n- {line}" for line in _attributes(value)) + "\n" * any(
         _attributes(value)
     )
-    if value.__module__.startswith("trainers.data."):  # whose methods are the loop's
+    if value.__module__.startswith(
+        "trainers.data."
+    ):  # whose methods are the loop's
         return text
     for word, member in vars(value).items():
         member = getattr(member, "fget", member)
-        if inspect.isfunction(member) and not word.startswith("_") and member.__doc__:
-            text += (
-                f"\n#### {word}\n\n```text\n{_head(member)}\n```\n\n{_text(member)}\n"
-            )
+        if (
+            inspect.isfunction(member)
+            and not word.startswith("_")
+            and member.__doc__
+        ):
+            text += f"\n#### {word}\n\n```text\n{_head(member)}\n```\n\n{_text(member)}\n"
     return text
 
 
 def _attributes(value: type) -> list[str]:
-    """The documented attributes of a class, and of those that it derives from."""
+    """Return the documented attributes of a class and of its base classes."""
     found = []
     for part in reversed(
-        [one for one in value.__mro__ if one.__module__.partition(".")[0] in DOORS]
+        [
+            one
+            for one in value.__mro__
+            if one.__module__.partition(".")[0] in DOORS
+        ]
     ):
         [node] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         assert isinstance(node, ast.ClassDef)
@@ -207,11 +237,13 @@ def _attributes(value: type) -> list[str]:
 
 
 def _head(function: Any, name: str = "") -> str:
-    """A function's parameters as its source has them, in lines of 110 characters."""
+    """Return a function's signature as in its source, in lines of 110 characters."""
     [node] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(node, ast.FunctionDef)
     node.args.args = [one for one in node.args.args if one.arg != "self"]
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
+    returns = (
+        f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
+    )
     given = [
         ast.unparse(one)
         for one in node.decorator_list
@@ -229,32 +261,34 @@ def _head(function: Any, name: str = "") -> str:
 
 
 def _text(value: Any) -> str:
-    """A docstring as Markdown, which it is but for its list of arguments."""
+    """Return a docstring as Markdown: only the list of arguments is converted."""
     text = inspect.getdoc(value) or ""
     before, named, after = text.partition("Args:\n")
     arguments, _, rest = after.partition("\n\n")
-    listed = re.sub(r"^    (\w+): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
+    listed = re.sub(
+        r"^    (\w+): ", r"- `\1`: ", arguments, flags=re.MULTILINE
+    )
     listed = re.sub(r"^ {8}", "  ", listed, flags=re.MULTILINE)
     return f"{before}{listed}\n\n{rest}".rstrip() if named else text
 
 
 def benchmarks() -> str:
-    """The newest kept figures of each benchmark."""
+    """Return docs/benchmarks.md: the newest kept figures of each benchmark."""
     return str(_beside("figures").page())
 
 
 def train() -> str:
-    """The schema of train.yaml."""
+    """Return the schema of train.yaml."""
     return str(_beside("schemas").train())
 
 
 def sweep() -> str:
-    """The schema of sweep.yaml."""
+    """Return the schema of sweep.yaml."""
     return str(_beside("schemas").sweep())
 
 
 def _beside(name: str) -> Any:
-    """A module of this folder."""
+    """Import a module of this folder."""
     sys.path.insert(0, str(Path(__file__).parent))
     try:
         return importlib.import_module(name)
@@ -263,7 +297,7 @@ def _beside(name: str) -> Any:
 
 
 PAGES = {page.__name__: page for page in (config, commands, api, benchmarks)}
-"""What writes docs/NAME.md."""
+"""The functions that return docs/NAME.md, by NAME."""
 SCHEMAS = {"trainers/schema.json": train, "tune/schema.json": sweep}
 
 if __name__ == "__main__":

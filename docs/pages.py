@@ -96,7 +96,9 @@ def copied(name: str, text: str, target: Path) -> str:
     """The text of a page for the site; copies the files that it names to `target`."""
 
     def locate(address: str) -> str:
-        file = posixpath.normpath(posixpath.join(posixpath.dirname(name), address))
+        file = posixpath.normpath(
+            posixpath.join(posixpath.dirname(name), address)
+        )
         if not (ROOT / file).exists():
             raise SystemExit(f"{name} links {address}, which is not there")
         if (ROOT / file).is_file() and not file.endswith(".md"):
@@ -128,16 +130,21 @@ def copied(name: str, text: str, target: Path) -> str:
         svg = (
             mermaidx.render(found[1])
             .svg()
-            .replace("background-color: transparent", "background-color: white", 1)
+            .replace(
+                "background-color: transparent", "background-color: white", 1
+            )
         )
         (target / name).with_name(file).write_text(svg)
         return f"[![a drawing; opens alone]({file})]({file})"
 
     for address in _ADDRESS.findall(text):
         locate(address)
-    prose = re.split(r"(^```.*?^```$)", _lists(text), flags=re.MULTILINE | re.DOTALL)
+    prose = re.split(
+        r"(^```.*?^```$)", _lists(text), flags=re.MULTILINE | re.DOTALL
+    )
     linked = (
-        part if part.startswith("```") else _LINK.sub(link, part) for part in prose
+        part if part.startswith("```") else _LINK.sub(link, part)
+        for part in prose
     )
     return _MERMAID.sub(drawn, "".join(linked))
 

@@ -1,7 +1,7 @@
 """JSON schemas of `train.yaml` and `sweep.yaml`, for editors, from the models.
 
-What only the models know (which keys fit together) they say themselves when a file is
-read.
+What only the models know (which keys fit together) they say themselves when a
+file is read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def sweep() -> str:
         "additionalProperties": False,
     }
     return _text(
-        {"$schema": DIALECT, **own, "title": "sweep.yaml", "definitions": definitions}
+        {
+            "$schema": DIALECT,
+            **own,
+            "title": "sweep.yaml",
+            "definitions": definitions,
+        }
     )
 
 
@@ -98,15 +103,23 @@ def _exclusive(group: tuple[str, ...], model: type[Settings]) -> Schema:
         for name in group
     ]
     pairs = [
-        {"allOf": [first, second]} for first, second in itertools.combinations(given, 2)
+        {"allOf": [first, second]}
+        for first, second in itertools.combinations(given, 2)
     ]
-    return {"oneOf": given} if model is TrainConfig else {"not": {"anyOf": pairs}}
+    return (
+        {"oneOf": given} if model is TrainConfig else {"not": {"anyOf": pairs}}
+    )
 
 
-def _space(model: type[Settings], before: str = "") -> Iterator[tuple[str, Schema]]:
+def _space(
+    model: type[Settings], before: str = ""
+) -> Iterator[tuple[str, Schema]]:
     """What each dotted key of a run may be in a space."""
     for key in keys_of(model):
-        yield before + key, _values(_reference(f"{model.__name__}/properties/{key}"))
+        yield (
+            before + key,
+            _values(_reference(f"{model.__name__}/properties/{key}")),
+        )
         if (below := child_model(model, key)) is not None and key not in (
             "batch_schedule",
             "tracking",

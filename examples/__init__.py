@@ -1,1 +1,1 @@
-"""One folder a story: task.py, train.yaml, sweep.yaml and a README with output."""
+"""One folder per example: task.py, train.yaml, sweep.yaml and a README."""

@@ -1,6 +1,6 @@
-"""What the examples on torchvision's small image sets share.
+"""The base class of the examples on torchvision's small image sets.
 
-One download, and uint8 tensors that stay resident.
+It downloads a set once, and provides uint8 tensors that stay on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainers.errors import ConfigError
 class SmallImages(MaySynthesize):
     """Classify B images [B, C, H, W] (uint8) of a set that torchvision can download.
 
-    `root`: where it is kept on each node. `samples`: take only so many of each split.
-    The pixels go once into one file of tensors, so that workers start without
-    torchvision, whose import takes seconds.
+    `root`: the directory of the set on each node. `samples`: the number of
+    samples to use from each split. `setup` stores the pixels as one file of
+    tensors, so that workers need not import torchvision, which takes seconds.
     """
 
     source: ClassVar[str]
@@ -32,7 +32,7 @@ class SmallImages(MaySynthesize):
     shape: ClassVar[tuple[int, int, int]]
     classes: ClassVar[int] = 10
     sizes: ClassVar[dict[str, int]]
-    """Images of each split."""
+    """Number of images, by split."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SmallImages(MaySynthesize):
         return self.root / f"{self.source}.safetensors"
 
     def setup(self) -> None:
-        """Download and check the data with torchvision, unless it is there."""
+        """Download and check the data with torchvision, unless it exists."""
         super().setup()
         if self.synthetic or self._file.exists():
             return
@@ -64,16 +64,18 @@ class SmallImages(MaySynthesize):
             except (
                 RuntimeError,
                 OSError,
-            ) as error:  # no network; a damaged or incomplete file
+            ) as error:  # no network, or a damaged or incomplete file
                 raise ConfigError(
                     "task_args.root",
                     str(self.root),
-                    f"holds no whole {self.source}, and it could not be downloaded ({error})",
-                    "copy it there, or set `task_args: {synthetic: true}`",
+                    f"holds no complete {self.source}, and downloading it failed ({error})",
+                    "copy the set there, or set `task_args: {synthetic: true}`",
                 ) from error
             images = torch.as_tensor(data.data)
             images = (
-                images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+                images.unsqueeze(1)
+                if images.ndim == 3
+                else images.permute(0, 3, 1, 2)
             )
             tensors[f"{split}_images"] = images.contiguous()
             tensors[f"{split}_labels"] = torch.as_tensor(
@@ -86,7 +88,7 @@ class SmallImages(MaySynthesize):
     def dataset(self, split: str) -> TensorDataset:
         """Return uint8 images [N, C, H, W] and their labels [N].
 
-        "val" is the set's own test split.
+        "val" is the set's test split.
         """
         count = min(self.samples or self.sizes[split], self.sizes[split])
         if self.synthetic:
@@ -97,15 +99,16 @@ class SmallImages(MaySynthesize):
             )
         tensors = load_file(self._file)
         return TensorDataset(
-            tensors[f"{split}_images"][:count], tensors[f"{split}_labels"][:count]
+            tensors[f"{split}_images"][:count],
+            tensors[f"{split}_labels"][:count],
         )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy."""
+        """Return the mean cross entropy."""
         return F.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-        """Accuracy, one value a sample."""
+        """Return the accuracy, one value per sample."""
         return {
             "accuracy": outputs.argmax(1) == batch[1],
             **super().metrics(outputs, batch),

@@ -1,6 +1,6 @@
-"""Data of the right shapes where the real one cannot be had.
+"""Synthetic data of the right shapes, for when the real data is not available.
 
-It is marked as such in every output.
+Every output of a run with such data marks the data as synthetic.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from trainers.task import Task, num_samples, tensors_of
 
 logger = logging.getLogger(__name__)
 
-_COARSE = 4  # pixels of a class's picture before it is enlarged
+_COARSE = (
+    4  # width and height of a class's picture, pixels, before it is enlarged
+)
 _NOISE = 0.5  # share of a synthetic image that is noise
 
 
 class MaySynthesize(Task):
-    """A task whose `synthetic: true` needs no data and no network.
+    """A task that, with `synthetic: true`, needs neither real data nor a network.
 
-    Every output of such a run says so: a warning at the start, the metric
-    `val_synthetic` (the share of samples that are synthetic) in each evaluation, in
-    result.json, in summaries and in a sweep's table, and a column of predictions.
+    Every output of a run with synthetic data says so: a warning at the start, the metric
+    `val_synthetic` (the share of samples that are synthetic) in each
+    evaluation, in result.json, in summaries and in a sweep's table, and a
+    column of predictions.
     """
 
     def __init__(self, synthetic: bool = False) -> None:
         self.synthetic = synthetic
 
     def setup(self) -> None:
-        """Warn; subclasses that hold real data fetch it here."""
+        """Warn if the data is synthetic; subclasses also download real data here."""
         if self.synthetic:
             logger.warning(
                 "%s: the data is SYNTHETIC, of the real shapes; accuracy and loss say nothing of the real problem, and "
@@ -40,7 +43,7 @@ class MaySynthesize(Task):
             )
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        """The mark."""
+        """Return the mark `synthetic`, 1 for each sample, if the data is synthetic."""
         if not self.synthetic:
             return {}
         return {
@@ -50,10 +53,12 @@ class MaySynthesize(Task):
         }
 
     def predictions(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """The model's outputs, and the mark."""
+        """Return the model's outputs and, for synthetic data, the mark."""
         return super().predictions(outputs, batch) | {
             name: mark.bool()
-            for name, mark in MaySynthesize.metrics(self, outputs, batch).items()
+            for name, mark in MaySynthesize.metrics(
+                self, outputs, batch
+            ).items()
         }
 
 
@@ -62,15 +67,18 @@ def synthetic_images(
 ) -> tuple[Tensor, Tensor]:
     """Return images uint8 [count, C, H, W] and labels [count].
 
-    Each is a coarse picture of its class under noise, so learnable.
-
-    The pictures are the same for every seed, so that a validation split can be drawn
-    with another one.
+    Each image is a coarse picture of its class with noise, so the classes can
+    be learned. The pictures do not depend on `seed`, so that a validation
+    split can use another seed.
     """
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = shape
     coarse = torch.rand(
-        classes, channels, _COARSE, _COARSE, generator=torch.Generator().manual_seed(0)
+        classes,
+        channels,
+        _COARSE,
+        _COARSE,
+        generator=torch.Generator().manual_seed(0),
     )
     pictures = torch.nn.functional.interpolate(
         coarse, size=(height, width), mode="bilinear"
@@ -78,6 +86,9 @@ def synthetic_images(
     pictures = (pictures * 255 * (1 - _NOISE)).to(torch.uint8)
     labels = torch.randint(classes, (count,), generator=generator)
     noise = torch.randint(
-        int(255 * _NOISE), (count, *shape), dtype=torch.uint8, generator=generator
+        int(255 * _NOISE),
+        (count, *shape),
+        dtype=torch.uint8,
+        generator=generator,
     )
     return noise.add_(pictures[labels]), labels

@@ -1,5 +1,5 @@
-"""Headless Chromium on one page through its DevTools protocol: what the page asked for,
-said and looks like.
+"""Headless Chromium on one page through its DevTools protocol: what the page
+asked for, said and looks like.
 
 The docs' pictures of a sweep's report are taken by
     python -m tests.browser results/digits-sweep/report.html docs/images
@@ -24,8 +24,8 @@ LOOKS = {
     "report-dark": ((1000, 1426), False, "dark"),
     "report-phone": ((390, 1150), True, "light"),
 }
-"""Width and height in CSS pixels, whether it is a phone, and the colour scheme that the
-reader prefers.
+"""Width and height in CSS pixels, whether it is a phone, and the colour scheme
+that the reader prefers.
 """
 
 
@@ -45,12 +45,16 @@ class Page:
 
 def chromium() -> str | None:
     """The browser of this machine."""
-    return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    return next(
+        (found for name in PROGRAMS if (found := shutil.which(name))), None
+    )
 
 
-def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) -> Page:
-    """Open a file in each of the looks, in a browser that knows no name but 127.0.0.1;
-    evaluate expressions.
+def look_at(
+    file: Path, *expressions: str, looks: dict[str, Any] | None = None
+) -> Page:
+    """Open a file in each of the looks, in a browser that knows no name but
+    127.0.0.1; evaluate expressions.
     """
     import psutil
 
@@ -69,7 +73,8 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
         try:
             return asyncio.run(
                 asyncio.wait_for(
-                    _visit(Path(profile), file, expressions, looks or LOOKS), 120
+                    _visit(Path(profile), file, expressions, looks or LOOKS),
+                    120,
                 )
             )
         finally:
@@ -88,7 +93,10 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
 
 
 async def _visit(
-    profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]
+    profile: Path,
+    file: Path,
+    expressions: tuple[str, ...],
+    looks: dict[str, Any],
 ) -> Page:
     import aiohttp
 
@@ -104,7 +112,9 @@ async def _visit(
             for target in targets
             if target["type"] == "page"
         )
-        async with session.ws_connect(socket_address, max_msg_size=0) as socket:
+        async with session.ws_connect(
+            socket_address, max_msg_size=0
+        ) as socket:
             tab = _Tab(socket, Page(), file.resolve().as_uri())
             for domain in ("Page", "Network", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
@@ -116,14 +126,18 @@ async def _visit(
             }
             await tab.call("Network.emulateNetworkConditions", **offline)
             for name, ((width, height), mobile, scheme) in looks.items():
-                scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
+                scheme_wish = [
+                    {"name": "prefers-color-scheme", "value": scheme}
+                ]
                 metrics = {
                     "width": width,
                     "height": height,
                     "deviceScaleFactor": 2 if mobile else 1,
                     "mobile": mobile,
                 }
-                await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
+                await tab.call(
+                    "Emulation.setEmulatedMedia", features=scheme_wish
+                )
                 await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
                 await tab.open()
                 await tab.note(name, expressions)
@@ -131,8 +145,8 @@ async def _visit(
 
 
 class _Tab:
-    """One tab: commands and their answers; what happens between them goes into the
-    page.
+    """One tab: commands and their answers; what happens between them goes into
+    the page.
     """
 
     def __init__(self, socket: Any, page: Page, address: str):
@@ -166,7 +180,9 @@ class _Tab:
     async def note(self, name: str, expressions: Sequence[str]):
         """Take down the values of expressions, and a picture."""
         for expression in expressions:
-            self.page.found[f"{name}: {expression}"] = await self.value(expression)
+            self.page.found[f"{name}: {expression}"] = await self.value(
+                expression
+            )
         picture = await self.call(
             "Page.captureScreenshot", format="png", optimizeForSpeed=False
         )
@@ -186,10 +202,14 @@ class _Tab:
                 self._loaded = True
             case "Network.requestWillBeSent":
                 address = params["request"]["url"]
-                if address != self._address and not address.startswith("data:"):
+                if address != self._address and not address.startswith(
+                    "data:"
+                ):
                     self.page.asked.append(address)
             case "Runtime.consoleAPICalled":
-                self.page.said.append(f"console.{params['type']}: {params['args']}")
+                self.page.said.append(
+                    f"console.{params['type']}: {params['args']}"
+                )
             case "Runtime.exceptionThrown":
                 self.page.said.append(str(params["exceptionDetails"]))
             case "Log.entryAdded":

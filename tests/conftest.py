@@ -18,20 +18,22 @@ from tests.waits import HANG_S, until
 
 REPOSITORY = Path(__file__).parent.parent
 
-# The suite's environment is a new user's: nothing of Ray's, Python's or ours is set,
-# whoever runs it.
+# The suite's environment is a new user's: nothing of Ray's, Python's or ours
+# is set, whoever runs it.
 _USERS_OWN = ("RAY_", "TUNE_", "PYTHON", "PACELINE_")
 if "PYTEST_SCRATCH" not in os.environ:
     for _name in [name for name in os.environ if name.startswith(_USERS_OWN)]:
         del os.environ[_name]
 
-# Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below
-# it), not in /tmp itself. Each process of pytest's makes one; those that its tests
-# start, and that import this for a task, have that of theirs.
+# Embedded clusters and torchrun keep their files here (short: Ray's sockets
+# lie below it), not in /tmp itself. Each process of pytest's makes one; those
+# that its tests start, and that import this for a task, have that of theirs.
 _OWNER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 _given, _, _scratch = os.environ.get("PYTEST_SCRATCH", "").partition("=")
 IS_OWN = _given != _OWNER
-SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch)
+SCRATCH = Path(
+    tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch
+)
 os.environ["PYTEST_SCRATCH"] = f"{_OWNER}={SCRATCH}"
 os.environ["TMPDIR"] = str(SCRATCH)
 os.environ["HOME"] = str(SCRATCH / "home")
@@ -42,8 +44,8 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once,
-    and has a process for itself.
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is
+    started once, and has a process for itself.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -53,7 +55,9 @@ def pytest_xdist_make_scheduler(config, log):
             is_one = nodeid.startswith(f"{folder}/")
             return folder if is_one else str(super()._split_scope(nodeid))
 
-    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+    return (
+        Files(config, log) if config.getvalue("dist") == "loadfile" else None
+    )
 
 
 def pytest_unconfigure():
@@ -64,15 +68,20 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
-    """A command that a test runs in this process sets up logging: the next test hears
-    what it says, too.
+    """A command that a test runs in this process sets up logging: the next
+    test hears what it says, too.
     """
-    packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
+    packages = [
+        logging.getLogger(name) for name in ("trainers", "cluster", "tune")
+    ]
     before = [
-        (package.handlers[:], package.level, package.propagate) for package in packages
+        (package.handlers[:], package.level, package.propagate)
+        for package in packages
     ]
     yield
-    for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+    for package, (handlers, level, propagate) in zip(
+        packages, before, strict=True
+    ):
         package.handlers[:], package.propagate = handlers, propagate
         package.setLevel(level)
 
@@ -83,7 +92,9 @@ def nothing_left_behind():
     import psutil
 
     yield
-    if (processes := sys.modules.get("tests.distributed.processes")) is not None:
+    if (
+        processes := sys.modules.get("tests.distributed.processes")
+    ) is not None:
         processes.end_server()
 
     def left():
@@ -124,8 +135,8 @@ class Done:
 Command = Callable[..., Done]
 
 FIRST = ("nice", "-n", "-10", sys.executable)
-"""Python before the tests that run beside it, where it is root's: Ray's raylet has 30 s
-to start, and no setting changes that.
+"""Python before the tests that run beside it, where it is root's: Ray's raylet
+has 30 s to start, and no setting changes that.
 """
 
 
@@ -133,10 +144,11 @@ to start, and no setting changes that.
 def command():
     """Run a command of the environment's Python; `ray_address` joins a cluster.
 
-    An argument that begins with a dash may be several, as in "-m tune --quiet".
+    An argument that begins with a dash may be several, as in "-m tune
+    --quiet".
 
-    With `forked`, `-m module` runs in a process that has torch imported already:
-    seconds less, all else is the same.
+    With `forked`, `-m module` runs in a process that has torch imported
+    already: seconds less, all else is the same.
     """
     from tests.distributed.processes import run_module
 
@@ -152,13 +164,22 @@ def command():
         args = [
             part
             for argument in map(str, args)
-            for part in (argument.split() if argument[:1] == "-" else [argument])
+            for part in (
+                argument.split() if argument[:1] == "-" else [argument]
+            )
         ]
-        # What this process has from its own imports and fixtures is not what a user
-        # has.
-        own = ("RAY_ADDRESS", "PACELINE_STORAGE", "RAY_AIR_NEW_OUTPUT", "TUNE_")
+        # What this process has from its own imports and fixtures is not what a
+        # user has.
+        own = (
+            "RAY_ADDRESS",
+            "PACELINE_STORAGE",
+            "RAY_AIR_NEW_OUTPUT",
+            "TUNE_",
+        )
         settings = {
-            key: value for key, value in os.environ.items() if not key.startswith(own)
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(own)
         }
         settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
         if ray_address:
@@ -167,10 +188,17 @@ def command():
             assert args[0] == "-m"
             directory = Path(tempfile.mkdtemp(prefix="command-", dir=SCRATCH))
             code = run_module(
-                args[1], args[2:], cwd, settings | (env or {}), directory, timeout_s
+                args[1],
+                args[2:],
+                cwd,
+                settings | (env or {}),
+                directory,
+                timeout_s,
             )
             return Done(
-                code, (directory / "out").read_text(), (directory / "err").read_text()
+                code,
+                (directory / "out").read_text(),
+                (directory / "err").read_text(),
             )
         done = subprocess.run(
             [*program, *args],

@@ -28,7 +28,17 @@ from trainers.config.model import keys_of
 from tune.config import SweepConfig
 
 PROGRAMS = (
-    *("make", "python", "python3", "pip", "torchrun", "ray", "git", "cd", "export"),
+    *(
+        "make",
+        "python",
+        "python3",
+        "pip",
+        "torchrun",
+        "ray",
+        "git",
+        "cd",
+        "export",
+    ),
     *("docker", "aws", "sbatch", "sky"),
 )
 PROGRAMS += (
@@ -100,24 +110,33 @@ class Block:
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
-        found = (re.sub(r"(^|\s+)# .*$", "", " ".join(line.split())) for line in lines)
+        found = (
+            re.sub(r"(^|\s+)# .*$", "", " ".join(line.split()))
+            for line in lines
+        )
         return [command for command in found if command]
 
     @property
     def output(self) -> str:
         """Of a `console` block, what lies between and below its commands."""
         return "\n".join(
-            line for line in self.text.splitlines() if not line.startswith("$ ")
+            line
+            for line in self.text.splitlines()
+            if not line.startswith("$ ")
         )
 
     def fate(self, command: str) -> Fate | None:
         """What the page says of a command; None: it is run."""
-        return next((fate for fate in self.fates if fate.words in command), None)
+        return next(
+            (fate for fate in self.fates if fate.words in command), None
+        )
 
 
 def blocks(page: str, text: str | None = None) -> list[Block]:
     """The code blocks of a page, in their order."""
-    lines = (text if text is not None else (REPOSITORY / page).read_text()).splitlines()
+    lines = (
+        text if text is not None else (REPOSITORY / page).read_text()
+    ).splitlines()
     found = []
     fates = []
     number = 0
@@ -128,11 +147,17 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
             end = number + 1
             while end < len(lines) and lines[end].strip() != fence[2]:
                 end += 1
-            code = "\n".join(one.removeprefix(fence[1]) for one in lines[start:end])
-            found.append(Block(page, start + 1, fence[3].strip(), code, tuple(fates)))
+            code = "\n".join(
+                one.removeprefix(fence[1]) for one in lines[start:end]
+            )
+            found.append(
+                Block(page, start + 1, fence[3].strip(), code, tuple(fates))
+            )
             fates = []
             number = end + 1
-        elif line.startswith("    ") and (number == 0 or not lines[number - 1].strip()):
+        elif line.startswith("    ") and (
+            number == 0 or not lines[number - 1].strip()
+        ):
             end = number
             while end < len(lines) and (
                 lines[end].startswith("    ") or not lines[end].strip()
@@ -157,11 +182,19 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
     return found
 
 
-def _indented(page: str, line: int, code: list[str], fates: tuple[Fate, ...]) -> Block:
+def _indented(
+    page: str, line: int, code: list[str], fates: tuple[Fate, ...]
+) -> Block:
     word = code[0].split()[0]
     if word not in PROGRAMS:
-        language = "yaml" if word.endswith(":") and word[:-1] in KEYS else "text"
+        language = (
+            "yaml" if word.endswith(":") and word[:-1] in KEYS else "text"
+        )
         return Block(page, line, language, "\n".join(code).rstrip(), fates)
     return Block(
-        page, line, "sh", "\n".join(itertools.takewhile(str.strip, code)), fates
+        page,
+        line,
+        "sh",
+        "\n".join(itertools.takewhile(str.strip, code)),
+        fates,
     )

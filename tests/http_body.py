@@ -1,5 +1,5 @@
-"""What proxies of the suite have in common: a request's body, the answer of what is
-behind, and passing that on.
+"""What proxies of the suite have in common: a request's body, the answer of
+what is behind, and passing that on.
 """
 
 import http.client
@@ -14,7 +14,9 @@ Answer = tuple[int, dict[str, str], bytes]
 def read_body(request: BaseHTTPRequestHandler) -> bytes:
     """Read it whole, also where it comes in chunks."""
     if "chunked" not in request.headers.get("Transfer-Encoding", ""):
-        return request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        return request.rfile.read(
+            int(request.headers.get("Content-Length") or 0)
+        )
     body = b""
     while size := int(request.rfile.readline().partition(b";")[0], 16):
         body += request.rfile.read(size)
@@ -35,7 +37,10 @@ def ask(
         if name.lower() not in _REPLACED
     }
     connection.request(
-        request.command, request.path, body, passed | {"Content-Length": str(len(body))}
+        request.command,
+        request.path,
+        body,
+        passed | {"Content-Length": str(len(body))},
     )
     answer = connection.getresponse()
     data = answer.read()
@@ -43,12 +48,16 @@ def ask(
     return answer.status, dict(answer.getheaders()), data
 
 
-def respond(request: BaseHTTPRequestHandler, answer: Answer, cut: bool = False):
-    """Pass an answer on; with `cut` half of its body, as if there was more, and the
-    connection ends.
+def respond(
+    request: BaseHTTPRequestHandler, answer: Answer, cut: bool = False
+):
+    """Pass an answer on; with `cut` half of its body, as if there was more,
+    and the connection ends.
     """
     status, headers, data = answer
-    is_head = request.command == "HEAD"  # its length is that of what it has not
+    is_head = (
+        request.command == "HEAD"
+    )  # its length is that of what it has not
     request.send_response_only(status)
     kept = {
         name: value

@@ -18,10 +18,11 @@ FOUND = []
 
 
 def train(config: dict[str, Any]):
-    """Two dense layers, with a checkpoint after each epoch; fails as its configuration
-    says.
+    """Two dense layers, with a checkpoint after each epoch; fails as its
+    configuration says.
     """
     FOUND.append(1)
+    print("own words")
     assert len(FOUND) == 1, "an earlier trial has left this behind"
     torch.manual_seed(0)
     context = ray.train.get_context()
@@ -46,7 +47,9 @@ def train(config: dict[str, Any]):
             optimizer.load_state_dict(state["optimizer"])
             begun = state["epoch"] + 1
     rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(rows, (rows.sum(1) > 0).long() + (rows[:, 0] > 1).long())
+    data = TensorDataset(
+        rows, (rows.sum(1) > 0).long() + (rows[:, 0] > 1).long()
+    )
     order = {
         "batch_size": config["batch_size"],
         "shuffle": config.get("shuffle", False),
@@ -77,7 +80,9 @@ def train(config: dict[str, Any]):
                     "model": getattr(model, "module", model).state_dict(),
                     "optimizer": optimizer.state_dict(),
                 }
-                torch.save({**state, "epoch": epoch}, Path(directory, "state.pt"))
+                torch.save(
+                    {**state, "epoch": epoch}, Path(directory, "state.pt")
+                )
                 kept = ray.train.Checkpoint.from_directory(directory)
             ray.train.report(
                 {"loss": loss.item(), "epoch": epoch, "words": "no number"},
@@ -86,7 +91,9 @@ def train(config: dict[str, Any]):
 
 
 def _run_out(gradient: Any = None):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
 
 
 def by_tune(config: dict[str, Any]):

@@ -1,5 +1,5 @@
-"""Tasks that are hard on a lane: memory that depends on the precision, and poison for
-whatever trial comes next.
+"""Tasks that are hard on a lane: memory that depends on the precision, and
+poison for whatever trial comes next.
 """
 
 import atexit
@@ -9,6 +9,7 @@ import gc
 import io
 import locale
 import logging
+import math
 import os
 import random
 import resource
@@ -36,11 +37,15 @@ LEAKED = []
 POISON = {
     "umask": lambda: os.umask(0o777),
     "priority": lambda: os.nice(5),
-    "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "affinity": lambda: os.sched_setaffinity(
+        0, {min(os.sched_getaffinity(0))}
+    ),
     "descriptors": lambda: LEAKED.extend(
         os.open("/dev/null", os.O_RDONLY) for _ in range(500)
     ),
-    "few descriptors": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+    "few descriptors": lambda: resource.setrlimit(
+        resource.RLIMIT_NOFILE, (256, 256)
+    ),
     "locale": lambda: locale.setlocale(locale.LC_ALL, "C"),
     "time zone": lambda: (os.environ.update(TZ="Asia/Tokyo"), time.tzset()),
     "collection": gc.disable,
@@ -63,9 +68,13 @@ POISON = {
     "loader": lambda: setattr(
         torch.utils.data.DataLoader, "__iter__", lambda self: iter(())
     ),
-    "step": lambda: setattr(torch.optim.SGD, "step", lambda self, closure=None: None),
+    "step": lambda: setattr(
+        torch.optim.SGD, "step", lambda self, closure=None: None
+    ),
     "backward": lambda: setattr(Tensor, "backward", lambda self, **_: None),
-    "start method": lambda: torch.multiprocessing.set_start_method("spawn", force=True),
+    "start method": lambda: torch.multiprocessing.set_start_method(
+        "spawn", force=True
+    ),
     "exit": lambda: os._exit(0),
     "system exit": lambda: sys.exit(3),
     "interrupt": lambda: signal.default_int_handler(signal.SIGINT, None),
@@ -73,18 +82,21 @@ POISON = {
     "crash": lambda: ctypes.string_at(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill group": lambda: os.killpg(0, signal.SIGKILL),
-    "alarm": lambda: (signal.setitimer(signal.ITIMER_REAL, 0.01), time.sleep(3600)),
+    "alarm": lambda: (
+        signal.setitimer(signal.ITIMER_REAL, 0.01),
+        time.sleep(3600),
+    ),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 """What takes a line; a method of Poison takes more."""
 
 
 class Limited(Blobs):
-    """Runs out of memory above `fp32_fits` samples, above `bf16_fits` under autocast;
-    each time leaves a line.
+    """Runs out of memory above `fp32_fits` samples, above `bf16_fits` under
+    autocast; each time leaves a line.
     """
 
-    def __init__(self, fp32_fits, bf16_fits, log, **args):
+    def __init__(self, fp32_fits=math.inf, bf16_fits=math.inf, log="", **args):
         super().__init__(**args)
         self.limits = {False: fp32_fits, True: bf16_fits}
         self.log = Path(log)
@@ -101,9 +113,10 @@ class Limited(Blobs):
         return super().forward(model, batch)
 
 
-class Counted(Blobs):
-    """Adds a line to a file for every step that is trained; in one of them it waits for
-    a `gate`: a directory, which stays, or a file, which lets one trial through.
+class Counted(Limited):
+    """Adds a line to a file for every step that is trained; in one of them it
+    waits for a `gate`: a directory, which stays, or a file, which lets one
+    trial through.
     """
 
     def __init__(self, steps, gate="", waits_in=5, **args):
@@ -122,26 +135,39 @@ class Counted(Blobs):
 
 
 class Poison(Blobs):
-    """Leaves its process as no trial should find it.
+    """Leaves its process as no trial should find it; a poison that it has
+    survived is a line of a file.
 
     `drawn` samples of its data depend on every generator.
     """
 
-    def __init__(self, poison="", drawn=0, after="", **args):
+    def __init__(self, poison="", log="", drawn=0, after="", **args):
         super().__init__(**args)
         self.poison = poison
+        self.log = log
         self.drawn = drawn
 
     def dataset(self, split):
         global COUNT
         data = super().dataset(split)
-        if self.drawn:  # without a generator of its own: what a fresh process draws
-            data.tensors[0][: self.drawn] += torch.randn(self.drawn, self.features)
-        data.tensors[0][0] += COUNT
+        if (
+            self.drawn
+        ):  # without a generator of its own: what a fresh process draws
+            data.tensors[0][: self.drawn] += torch.randn(
+                self.drawn, self.features
+            )
+            data.tensors[0][0] += COUNT
         if split == "val":
             COUNT += 1
             if self.poison:
-                POISON.get(self.poison, getattr(self, f"_{self.poison}", None))()
+                log = os.open(
+                    self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+                )
+                act = POISON.get(self.poison) or getattr(
+                    self, f"_{self.poison}"
+                )
+                act()
+                os.write(log, f"{self.poison}\n".encode())
         return data
 
     def _flags(self):
@@ -173,7 +199,9 @@ class Poison(Blobs):
             lambda module, args, outputs: outputs * 0.5
         )
         register_optimizer_step_post_hook(lambda *args: None)
-        F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
+        F.cross_entropy = lambda *args, **kwargs: torch.zeros(
+            (), requires_grad=True
+        )
         nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
         torch.tanh = torch.sigmoid
 
@@ -190,7 +218,9 @@ class Poison(Blobs):
         sys.modules["json"] = types.ModuleType("json")
 
     def _thread(self):
-        threading.Thread(target=time.sleep, args=(3600,), name="leaked").start()
+        threading.Thread(
+            target=time.sleep, args=(3600,), name="leaked"
+        ).start()
 
     def _child(self):
         torch.multiprocessing.get_context("fork").Process(

@@ -15,8 +15,8 @@ Answer = tuple[int, str]
 
 @dataclass
 class Machine:
-    """What the three services know of one machine; tests change it while the server
-    runs.
+    """What the three services know of one machine; tests change it while the
+    server runs.
     """
 
     action: dict[str, str] | None = None
@@ -28,7 +28,9 @@ class Machine:
     """Azure's scheduled events."""
     token: int = 1
     """The one of EC2's tokens that counts; those before it have expired."""
-    faults: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
+    faults: list[Callable[[BaseHTTPRequestHandler], None]] = field(
+        default_factory=list
+    )
     """What is done, each once, in the place of an answer."""
     asked: list[str] = field(default_factory=list)
     address: str = ""
@@ -38,7 +40,9 @@ class Machine:
         url = urlsplit(path)
         if path == "/latest/api/token":
             ttl = headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
-            is_asked_well = method == "PUT" and ttl.isdigit() and 1 <= int(ttl) <= 21600
+            is_asked_well = (
+                method == "PUT" and ttl.isdigit() and 1 <= int(ttl) <= 21600
+            )
             return (200, str(self.token)) if is_asked_well else (400, "")
         if path.startswith("/latest/meta-data/"):
             if headers.get("X-aws-ec2-metadata-token") != str(self.token):
@@ -48,9 +52,14 @@ class Machine:
             ) in self.items:
                 return 200, self.items[item]
             is_notice = (
-                path.endswith("/spot/instance-action") and self.action is not None
+                path.endswith("/spot/instance-action")
+                and self.action is not None
             )
-            return (200, json.dumps(self.action)) if is_notice else (404, "Not Found")
+            return (
+                (200, json.dumps(self.action))
+                if is_notice
+                else (404, "Not Found")
+            )
         if path.startswith("/computeMetadata/v1/instance/"):
             return (
                 self._google(path)
@@ -63,7 +72,10 @@ class Machine:
             return 200, json.dumps({"name": "worker-7"})
         if url.path == "/metadata/scheduledevents":
             return 200, json.dumps(
-                {"DocumentIncarnation": len(self.events), "Events": self.events}
+                {
+                    "DocumentIncarnation": len(self.events),
+                    "Events": self.events,
+                }
             )
         return 404, ""
 
@@ -81,9 +93,11 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine]:
-    """A machine whose metadata service runs at `address`; `listening` is a socket of
-    another network.
+def metadata_service(
+    listening: socket.socket | None = None,
+) -> Iterator[Machine]:
+    """A machine whose metadata service runs at `address`; `listening` is a
+    socket of another network.
     """
     machine = Machine()
 
@@ -93,14 +107,18 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
             if machine.faults:
                 machine.faults.pop(0)(self)
                 return
-            respond(self, *machine.answer(self.command, self.path, self.headers))
+            respond(
+                self, *machine.answer(self.command, self.path, self.headers)
+            )
 
         do_GET = do_PUT = _serve  # noqa: N815 (the names are http.server's)
 
         def log_message(self, *args: object):
             """Write nothing."""
 
-    server = _Server(("127.0.0.1", 0), Handler, bind_and_activate=listening is None)
+    server = _Server(
+        ("127.0.0.1", 0), Handler, bind_and_activate=listening is None
+    )
     if listening is not None:
         server.socket.close()
         server.socket = listening

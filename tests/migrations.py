@@ -12,15 +12,17 @@ SCRIPTS = REPOSITORY / "docs/migrations"
 
 
 def diffs(section: str) -> list[tuple[str, str, str]]:
-    """Of each diff in a section of the page: the script before, the name of the file
-    after, and the hunks.
+    """Of each diff in a section of the page: the script before, the name of
+    the file after, and the hunks.
     """
     blocks = re.findall(
         r"^```diff\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL
     )
     heads = [
         re.fullmatch(
-            r"--- docs/migrations/(\S+)\n\+\+\+ (\S+)\n(@@\n.*)", block, re.DOTALL
+            r"--- docs/migrations/(\S+)\n\+\+\+ (\S+)\n(@@\n.*)",
+            block,
+            re.DOTALL,
         )
         for block in blocks
     ]
@@ -40,20 +42,24 @@ def before(section: str, directory: Path) -> str:
 
 
 def after(section: str, directory: Path):
-    """Write what a section's diff makes of its script, and the YAML files that it
-    shows.
+    """Write what a section's diff makes of its script, and the YAML files that
+    it shows.
     """
     for name, changed, hunks in diffs(section):
-        (directory / changed).write_text(patched((SCRIPTS / name).read_text(), hunks))
+        (directory / changed).write_text(
+            patched((SCRIPTS / name).read_text(), hunks)
+        )
     for name, text in re.findall(
-        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL
+        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$",
+        _text(section),
+        re.MULTILINE | re.DOTALL,
     ):
         (directory / name).write_text(text)
 
 
 def patched(text: str, hunks: str) -> str:
-    """Apply hunks, one after the other; the old lines of each must be in the text
-    exactly once.
+    """Apply hunks, one after the other; the old lines of each must be in the
+    text exactly once.
 
     A removed line of three dots stands for any lines.
     """
@@ -76,6 +82,8 @@ def patched(text: str, hunks: str) -> str:
 
 def _text(section: str) -> str:
     [text] = re.findall(
-        rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
+        rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)",
+        PAGE,
+        re.MULTILINE | re.DOTALL,
     )
     return str(text)

@@ -24,14 +24,18 @@ STEPS = 9
 def rows(split, samples=44, dtype=torch.float64):
     generator = torch.Generator().manual_seed(len(split))
     inputs = torch.randn(samples, 6, generator=generator, dtype=dtype)
-    return TensorDataset(inputs, inputs[:, :2].sin(), torch.arange(samples) % 5)
+    return TensorDataset(
+        inputs, inputs[:, :2].sin(), torch.arange(samples) % 5
+    )
 
 
 class Plain(Task):
     """An MLP; its kinds change one thing each."""
 
     def model(self):
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)
+        ).double()
         return self.net
 
     def dataset(self, split):
@@ -39,7 +43,10 @@ class Plain(Task):
 
     def optimizer(self, model, config):
         return SGD(
-            model.parameters(), config.optimizer.lr, momentum=0.9, weight_decay=0.01
+            model.parameters(),
+            config.optimizer.lr,
+            momentum=0.9,
+            weight_decay=0.01,
         )
 
     def loss(self, outputs, batch):
@@ -54,8 +61,8 @@ class Coder(nn.Sequential):
 
 
 class Bypassing(Plain):
-    """Calls the module that it has kept, all of it or a part, or methods and parts of
-    the given one.
+    """Calls the module that it has kept, all of it or a part, or methods and
+    parts of the given one.
     """
 
     def __init__(self, way):
@@ -102,8 +109,8 @@ BYPASSES = (
 
 
 class Scale(nn.Module):
-    """A criterion that learns the weight of each target (Kendall et al. 2018), and
-    counts its calls.
+    """A criterion that learns the weight of each target (Kendall et al. 2018),
+    and counts its calls.
     """
 
     def __init__(self):
@@ -129,7 +136,11 @@ class Learned(Plain):
         return super().model()
 
     def optimizer(self, model, config):
-        others = self.scales if self.way == "tensor" else [*self.criterion.parameters()]
+        others = (
+            self.scales
+            if self.way == "tensor"
+            else [*self.criterion.parameters()]
+        )
         if self.way == "two":
             return {
                 "net": super().optimizer(model, config),
@@ -139,7 +150,9 @@ class Learned(Plain):
 
     def loss(self, outputs, batch):
         scale = self.scales[0] if self.way == "tensor" else 0.0
-        return self.criterion(outputs * torch.exp(torch.as_tensor(scale)), batch[1])
+        return self.criterion(
+            outputs * torch.exp(torch.as_tensor(scale)), batch[1]
+        )
 
 
 class Thawed(Plain):
@@ -164,13 +177,16 @@ class Thawed(Plain):
 
 
 class Heads(Plain):
-    """A head for each kind of sample: a batch, or a microbatch of it, may need one
-    alone; a third is never used.
+    """A head for each kind of sample: a batch, or a microbatch of it, may need
+    one alone; a third is never used.
     """
 
     def model(self):
         return nn.ModuleDict(
-            {name: nn.Linear(6, 2).double() for name in ("zero", "other", "spare")}
+            {
+                name: nn.Linear(6, 2).double()
+                for name in ("zero", "other", "spare")
+            }
         )
 
     def forward(self, model, batch):
@@ -178,13 +194,16 @@ class Heads(Plain):
         outputs = torch.zeros(len(batch[0]), 2, dtype=torch.float64)
         for name, chosen in (("zero", batch[2] == 0), ("other", batch[2] > 0)):
             if chosen.any():
-                outputs = outputs.index_put((chosen,), heads[name](batch[0][chosen]))
+                outputs = outputs.index_put(
+                    (chosen,), heads[name](batch[0][chosen])
+                )
         return outputs
 
 
 class Still(Plain):
-    """BatchNorm with the statistics of a pre-training, by eval() in model() or by the
-    module's own train(); or a module that is put into evaluation mode by a step.
+    """BatchNorm with the statistics of a pre-training, by eval() in model() or
+    by the module's own train(); or a module that is put into evaluation mode
+    by a step.
     """
 
     def __init__(self, way):
@@ -246,7 +265,9 @@ class Words(Plain):
 class Spectrum(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 2, dtype=torch.complex128) * 0.3)
+        self.weight = nn.Parameter(
+            torch.randn(6, 2, dtype=torch.complex128) * 0.3
+        )
         self.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
     def forward(self, inputs):
@@ -262,7 +283,9 @@ class Lazy(Plain):
     def model(self):
         if self.way == "buffer":
             return Centred()
-        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2)).double()
+        return nn.Sequential(
+            nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2)
+        ).double()
 
 
 class Centred(nn.Module):
@@ -276,7 +299,9 @@ class Centred(nn.Module):
             del self.queue
             self.register_buffer("queue", torch.zeros(0, dtype=torch.float64))
         if self.training and len(self.queue) < 5:
-            self.queue = torch.cat([self.queue, torch.ones(1, dtype=torch.float64)])
+            self.queue = torch.cat(
+                [self.queue, torch.ones(1, dtype=torch.float64)]
+            )
         return self.layer(inputs) + self.queue.sum().clamp(max=0)
 
 
@@ -301,8 +326,8 @@ class Case:
     optimizer: str
     weigh: Literal["samples", "tokens", "classes"]
     kept: bool
-    """Whether forward() calls the module that the task has kept, past the one that it
-    is given.
+    """Whether forward() calls the module that the task has kept, past the one
+    that it is given.
     """
     single: bool
     samples: int
@@ -313,7 +338,10 @@ class Case:
     def config(self):
         """Five steps of it."""
         microbatch = min(self.microbatch, self.batch)
-        changes = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
+        changes = {
+            "max_steps": 5,
+            "global_batch_size": min(self.batch, self.samples),
+        }
         return configured(
             **changes,
             microbatch_size=microbatch,
@@ -324,9 +352,15 @@ class Case:
 
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
-    "nesterov": lambda parameters: SGD(parameters, 0.05, momentum=0.8, nesterov=True),
-    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01, amsgrad=True),
-    "adamw": lambda parameters: AdamW(parameters, 0.01, weight_decay=0.1, fused=True),
+    "nesterov": lambda parameters: SGD(
+        parameters, 0.05, momentum=0.8, nesterov=True
+    ),
+    "adam": lambda parameters: torch.optim.Adam(
+        parameters, 0.01, amsgrad=True
+    ),
+    "adamw": lambda parameters: AdamW(
+        parameters, 0.01, weight_decay=0.1, fused=True
+    ),
     "rmsprop": lambda parameters: torch.optim.RMSprop(
         parameters, 0.01, centered=True, momentum=0.5
     ),
@@ -402,10 +436,14 @@ class Drawn(Plain):
                 nn.Flatten(),
                 nn.Linear(16, 5),
             ),
-            "words": lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)),
+            "words": lambda: nn.Sequential(
+                nn.Embedding(5, 4), nn.Linear(4, 5)
+            ),
             "tied": Tied,
             "frozen": lambda: nn.Sequential(
-                nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 5)
+                nn.Linear(6, 6).requires_grad_(False),
+                nn.Tanh(),
+                nn.Linear(6, 5),
             ),
         }
         self.net = nets[self.case.net]().to(self.dtype)
@@ -485,14 +523,17 @@ def in_a_plain_loop(task, config):
     if any(map(nn.parameter.is_lazy, model.parameters())):
         model(rows("train").tensors[0][:1])
     optimizer = task.optimizer(model, config)
-    optimizers = [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
+    optimizers = (
+        [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
+    )
     data = task.dataset("train")
     step = epoch = 0
     steps = config.max_steps or 0
     size = config.global_batch_size or 0
     while step < steps:
         order = torch.randperm(
-            len(data), generator=torch.Generator().manual_seed(config.seed + epoch)
+            len(data),
+            generator=torch.Generator().manual_seed(config.seed + epoch),
         )
         epoch += 1
         for chosen in order.split(size)[: steps - step]:
@@ -506,7 +547,9 @@ def in_a_plain_loop(task, config):
             loss = task.training_step(model, batch, "train")
             loss.backward()
             if config.clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+                nn.utils.clip_grad_norm_(
+                    model.parameters(), config.clip_grad_norm
+                )
             for each in optimizers:
                 each.step()
             step += 1
@@ -534,4 +577,6 @@ def in_the_loop(task, config, path, rank=0, world_size=1):
         Storage(str(path)), "spawn", rank, world_size, rank, world_size
     )
     fit(task, config, context)
-    return learned(whole_state(context.storage, config.max_steps)["model"], task)
+    return learned(
+        whole_state(context.storage, config.max_steps)["model"], task
+    )

@@ -39,8 +39,8 @@ FLOORS = {
     line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split()
     for line in _ORDER.strip().splitlines()
 }
-"""The rooms of each floor, both lowest first; docs/architecture.md draws the floors and
-names their rooms.
+"""The rooms of each floor, both lowest first; docs/architecture.md draws the
+floors and names their rooms.
 """
 ORDER = {
     package: [
@@ -81,8 +81,8 @@ def source_files(root: Path = REPOSITORY) -> list[Path]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Dotted names of all imports of a file, at any level of it; `from a import b`
-    gives `a` and `a.b`.
+    """Dotted names of all imports of a file, at any level of it; `from a
+    import b` gives `a` and `a.b`.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -98,8 +98,8 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
-    """Which files (as dotted modules) import which; a package's own `__init__` is no
-    module of its own.
+    """Which files (as dotted modules) import which; a package's own `__init__`
+    is no module of its own.
     """
     modules = {
         ".".join(path.relative_to(root).with_suffix("").parts): path
@@ -108,7 +108,9 @@ def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
     arrows = {}
     for module, path in modules.items():
         if not module.endswith("__init__"):
-            arrows[module] = (imported_modules(path) & modules.keys()) - {module}
+            arrows[module] = (imported_modules(path) & modules.keys()) - {
+                module
+            }
     return arrows
 
 
@@ -149,14 +151,17 @@ def upward(files: Arrows):
 
 
 def misnamed(files: Arrows):
-    """Files whose name does not say whether a reader elsewhere meets them: what only its
-    own folder imports begins with an underscore, and nothing else does.
+    """Files whose name does not say whether a reader elsewhere meets them:
+    what only its own folder imports begins with an underscore, and nothing
+    else does.
     """
     found = []
     for module in files:
         folder, _, name = module.rpartition(".")
         users = [user for user, targets in files.items() if module in targets]
-        stays = bool(users) and all(user.startswith(f"{folder}.") for user in users)
+        stays = bool(users) and all(
+            user.startswith(f"{folder}.") for user in users
+        )
         is_door = folder in PACKAGES or name == "__main__"
         if not is_door and stays != name.startswith("_"):
             found.append(f"{module} is imported by {', '.join(sorted(users))}")
@@ -181,7 +186,11 @@ def ray_internals_in(path: Path) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    return {name for name in imported_modules(path) | reads if _INTERNAL.match(name)}
+    return {
+        name
+        for name in imported_modules(path) | reads
+        if _INTERNAL.match(name)
+    }
 
 
 def floor_arrows(files: Arrows) -> dict[str, set[str]]:
@@ -203,19 +212,32 @@ def mermaid(files: Arrows):
     arrows = floor_arrows(files)
     below = {}
     for floor in TopologicalSorter(arrows).static_order():
-        below[floor] = arrows[floor].union(*(below[target] for target in arrows[floor]))
+        below[floor] = arrows[floor].union(
+            *(below[target] for target in arrows[floor])
+        )
     lines = ["flowchart TD"]
     for package in reversed(PACKAGES):
-        own = [floor for floor in reversed(FLOORS) if floor.startswith(f"{package}.")]
+        own = [
+            floor
+            for floor in reversed(FLOORS)
+            if floor.startswith(f"{package}.")
+        ]
         lines.append(f"    subgraph {package}")
-        lines += [f"        {floor}[{floor.partition('.')[2]}]" for floor in own]
+        lines += [
+            f"        {floor}[{floor.partition('.')[2]}]" for floor in own
+        ]
         for floor in own:
-            followed = set().union(*(below[target] for target in arrows[floor]))
-            shown = [target for target in own if target in arrows[floor] - followed]
+            followed = set().union(
+                *(below[target] for target in arrows[floor])
+            )
+            shown = [
+                target for target in own if target in arrows[floor] - followed
+            ]
             lines += [f"        {floor} --> {target}" for target in shown]
         lines.append("    end")
     lines += [
-        f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(PACKAGES)
+        f"    {upper} --> {lower}"
+        for lower, upper in itertools.pairwise(PACKAGES)
     ]
     return "\n".join(lines)
 

@@ -59,14 +59,16 @@ def code_tokens(text: str) -> Iterator[tokenize.TokenInfo]:
     """Yield the tokens of a module but for comments, docstrings and line ends."""
     docstrings = set(docstring_lines(ast.parse(text)))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        is_docstring = (
+            token.type == tokenize.STRING and token.start[0] in docstrings
+        )
         if token.type not in _NO_CODE and not is_docstring:
             yield token
 
 
 def docstring_lines(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines of strings that stand alone: of modules, classes and functions,
-    and below attributes.
+    """Yield the lines of strings that stand alone: of modules, classes and
+    functions, and below attributes.
     """
     for node in ast.walk(tree):
         if (
@@ -78,8 +80,8 @@ def docstring_lines(tree: ast.Module) -> Iterator[int]:
 
 
 def with_one_importer() -> list[str]:
-    """Return the modules that one other imports, and no more: pieces of somebody else's
-    file.
+    """Return the modules that one other imports, and no more: pieces of
+    somebody else's file.
     """
     importers = defaultdict(set)
     for module, imported in file_arrows().items():
@@ -101,16 +103,22 @@ def longest_chain() -> list[str]:
 def main(folders: list[str]):
     """Print the table."""
     for folder in folders or [*PACKAGES, "tests"]:
-        print(f"{folder:10} {size(sorted((REPOSITORY / folder).rglob('*.py')))}")
+        print(
+            f"{folder:10} {size(sorted((REPOSITORY / folder).rglob('*.py')))}"
+        )
     product = [
-        file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py")
+        file
+        for package in PACKAGES
+        for file in (REPOSITORY / package).rglob("*.py")
     ]
     print(f"{'product':10} {size(product)}")
     print(f"{len(with_one_importer())} files with one importer")
     print(f"{len(longest_chain())} files in the longest chain of imports")
     keys = set(
         re.findall(
-            r"^\| (`.+?`)", (REPOSITORY / "docs/config.md").read_text(), re.MULTILINE
+            r"^\| (`.+?`)",
+            (REPOSITORY / "docs/config.md").read_text(),
+            re.MULTILINE,
         )
     )
     commands = (REPOSITORY / "docs/commands.md").read_text()

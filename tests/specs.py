@@ -53,7 +53,11 @@ def as_job(spec: RunSpec) -> TrainJob:
 
 
 def train_on(
-    task: Any, rank: int, world_size: int, path: Path | None = None, **dotted: Any
+    task: Any,
+    rank: int,
+    world_size: int,
+    path: Path | None = None,
+    **dotted: Any,
 ) -> RunResult:
     """Train a task by BASE with dotted changes, as one rank of a group of processes."""
     from trainers.launch.local import LocalContext
@@ -61,7 +65,9 @@ def train_on(
 
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
     storage = Storage(str(path)) if path else None
-    context = LocalContext(storage, "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(
+        storage, "spawn", rank, world_size, rank, world_size
+    )
     return fit(task, config, context)
 
 
@@ -98,7 +104,9 @@ def losses(spec: RunSpec) -> list[float]:
 
 def evaluations(spec: RunSpec) -> list[dict[str, float]]:
     """The evaluations that a run has logged, without times."""
-    records = [record for record in read_log(spec.storage) if "val_loss" in record]
+    records = [
+        record for record in read_log(spec.storage) if "val_loss" in record
+    ]
     return [
         {key: value for key, value in record.items() if key != "train_time_s"}
         for record in records
@@ -106,8 +114,8 @@ def evaluations(spec: RunSpec) -> list[dict[str, float]]:
 
 
 def whole_state(run: Storage, step: int) -> dict[str, Any]:
-    """The state that a run's checkpoint of a step holds, whole, however many ranks have
-    written it.
+    """The state that a run's checkpoint of a step holds, whole, however many
+    ranks have written it.
     """
     state, rows = Archive(run).read_state(folder_name(step))
     return rows.fill(state) if rows is not None else state

@@ -13,7 +13,9 @@ class Numbered:
     def __init__(self, samples, split):
         self.rows = list(
             zip(
-                *Blobs(samples=samples, dtype="float64").dataset(split).tensors,
+                *Blobs(samples=samples, dtype="float64")
+                .dataset(split)
+                .tensors,
                 strict=True,
             )
         )
@@ -44,8 +46,8 @@ class Stateful(Numbered):
 
 
 class ByRank(Numbered):
-    """One that gives each rank its share, as libraries do: by torch.distributed, or by
-    what torchrun sets.
+    """One that gives each rank its share, as libraries do: by
+    torch.distributed, or by what torchrun sets.
     """
 
     def __iter__(self):
@@ -86,9 +88,16 @@ class Streamed(Blobs):
             if self.kind == "own share of val" and split == "train":
                 return Numbered(self.samples, split)
             return OwnShare(
-                self.samples, split, self.share, 50 * self.kind.endswith("later")
+                self.samples,
+                split,
+                self.share,
+                50 * self.kind.endswith("later"),
             )
         if self.kind == "generator":
-            return iter(Numbered(self.samples, split)) if split == "train" else None
+            return (
+                iter(Numbered(self.samples, split))
+                if split == "train"
+                else None
+            )
         kinds = {"numbered": Numbered, "stateful": Stateful, "by rank": ByRank}
         return kinds[self.kind](self.samples, split)

@@ -1,5 +1,5 @@
-"""Tasks for the suite: small, without BatchNorm and dropout unless a test asks for
-them.
+"""Tasks for the suite: small, without BatchNorm and dropout unless a test asks
+for them.
 """
 
 import os
@@ -21,13 +21,13 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Blobs(Task):
-    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a
-    test needs to go wrong.
+    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing
+    that a test needs to go wrong.
 
-    `fail_at` counts the forward passes of training on one rank, over restarts; of
-    several, with `marker`, each fails once. From `company_from` set-ups on that `pids`
-    notes, training waits for one of a second lane: then it notes the file that its
-    standard output goes to.
+    `fail_at` counts the forward passes of training on one rank, over restarts;
+    of several, with `marker`, each fails once, by its own `failure` of a list.
+    From `company_from` set-ups on that `pids` notes, training waits for one of
+    a second lane: then it notes the file that its standard output goes to.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Blobs(Task):
         features: int = 12,
         dtype: str = "float32",
         fail_at: int | list[int] | None = None,
-        failure: str = "raise",
+        failure: str | list[str] = "raise",
         fits: int | None = None,
         marker: str | None = None,
         pids: str | None = None,
@@ -56,8 +56,8 @@ class Blobs(Task):
         self.pause_s = pause_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Passes that are thrown away (the probe's, the count's of FLOPs) put it back:
-        only training counts.
+        """Passes that are thrown away (the probe's, the count's of FLOPs) put
+        it back: only training counts.
         """
         return {"forwards": self.forwards}
 
@@ -92,13 +92,19 @@ class Blobs(Task):
         return TensorDataset(centres[labels] + noise, labels)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        if self.fits is not None and model.training and len(batch[0]) > self.fits:
+        if (
+            self.fits is not None
+            and model.training
+            and len(batch[0]) > self.fits
+        ):
             raise torch.OutOfMemoryError(
                 f"injected: {len(batch[0])} samples, {self.fits} fit"
             )
         if model.training:
             time.sleep(self.pause_s)
-            while self.company_from is not None and self._is_alone(self.company_from):
+            while self.company_from is not None and self._is_alone(
+                self.company_from
+            ):
                 time.sleep(0.05)
             self.forwards += 1
             if self.forwards in self.fail_at:
@@ -111,7 +117,10 @@ class Blobs(Task):
         return len(found) >= count and len(set(found)) == 1
 
     def _fail(self):
-        if self.failure == "oom on rank 1" and os.environ.get("RANK") != "1":
+        failure = self.failure
+        if isinstance(failure, list):
+            failure = failure[self.fail_at.index(self.forwards)]
+        if failure == "oom on rank 1" and os.environ.get("RANK") != "1":
             return
         if self.marker is not None:
             several = len(self.fail_at) > 1
@@ -123,26 +132,27 @@ class Blobs(Task):
             if marker.exists():  # it failed here already
                 return
             marker.touch()
-        if self.failure == "raise":
+        if failure == "raise":
             raise ValueError("injected: the task fails here")
-        if self.failure.startswith("oom"):
+        if failure.startswith("oom"):
             raise torch.OutOfMemoryError(
                 "injected: in the middle of training, on one rank"
             )
-        if self.failure == "exit":
+        if failure == "exit":
             os._exit(3)
-        if self.failure == "kill":
+        if failure == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.failure == "stop":
+        if failure == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.failure == "sleep":
+        if failure == "sleep":
             time.sleep(3600)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = F.cross_entropy(outputs, batch[1])
         return (
             loss * float("nan")
-            if self.failure == "nan" and self.forwards >= min(self.fail_at, default=0)
+            if self.failure == "nan"
+            and self.forwards >= min(self.fail_at, default=0)
             else loss
         )
 
@@ -157,7 +167,11 @@ class Stuck(Blobs):
     """
 
     def __init__(
-        self, place: str, on_rank: int = 0, short_phases: bool = False, **args: Any
+        self,
+        place: str,
+        on_rank: int = 0,
+        short_phases: bool = False,
+        **args: Any,
     ):
         super().__init__(**args)
         if short_phases:
@@ -186,7 +200,9 @@ class Stuck(Blobs):
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         if not model.training:
             self._reach("evaluation")
-        self._reach("probe" if self.forwards == 0 else f"training {self.forwards}")
+        self._reach(
+            "probe" if self.forwards == 0 else f"training {self.forwards}"
+        )
         return super().forward(model, batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What trackers say of the runs that they have: read back by their own clients and
-formats.
+"""What trackers say of the runs that they have: read back by their own clients
+and formats.
 """
 
 import json
@@ -57,8 +57,8 @@ def mlflow_runs(uri: str, experiment: str, scratch: Path) -> dict[str, Kept]:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """What an offline run's file holds, whose last record may not be whole: W&B's head,
-    then LevelDB's log format.
+    """What an offline run's file holds, whose last record may not be whole:
+    W&B's head, then LevelDB's log format.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
@@ -84,8 +84,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_runs(directory: Path) -> dict[str, Kept]:
-    """Offline runs by name; the files of all starts of one id are one run, in which a step
-    that comes again stands in place of the one before.
+    """Offline runs by name; the files of all starts of one id are one run, in
+    which a step that comes again stands in place of the one before.
     """
     runs = {}
     for file in sorted(
@@ -102,7 +102,8 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
                 kept.parent = run.run_group or None
                 kept.status = run.job_type
                 kept.params |= {
-                    item.key: json.loads(item.value_json) for item in run.config.update
+                    item.key: json.loads(item.value_json)
+                    for item in run.config.update
                 }
             elif kind == "artifact":
                 assert kept is not None
@@ -116,5 +117,7 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
                 for name, value in row.items():
                     if not name.startswith("_"):
                         curve = dict(kept.curves.get(name, ()))
-                        kept.curves[name] = [*(curve | {row["_step"]: value}).items()]
+                        kept.curves[name] = [
+                            *(curve | {row["_step"]: value}).items()
+                        ]
     return runs

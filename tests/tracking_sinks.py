@@ -1,5 +1,5 @@
-"""Sinks for the suite's own trackers: what a user would write, and what must not happen
-to a run.
+"""Sinks for the suite's own trackers: what a user would write, and what must
+not happen to a run.
 """
 
 import json
@@ -37,8 +37,8 @@ class Told(Sink):
 
 
 class Gated(Told):
-    """Answers nothing until a file is there, then writes what it has to `told.json`;
-    for a process of its own.
+    """Answers nothing until a file is there, then writes what it has to
+    `told.json`; for a process of its own.
     """
 
     def start(self, run):
@@ -47,7 +47,9 @@ class Gated(Told):
         return run.id
 
     def end(self, run, status, tags):
-        self.storage.write("told.json", json.dumps([status, *self.rows]).encode())
+        self.storage.write(
+            "told.json", json.dumps([status, *self.rows]).encode()
+        )
 
 
 class Failing(Told):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 HANG_S = 800.0
-"""How long a test waits for what has to come: a guard against a hang, below pytest's
-own, and no judgement of speed.
+"""How long a test waits for what has to come: a guard against a hang, below
+pytest's own, and no judgement of speed.
 """
 
 
@@ -24,8 +24,8 @@ def until(
 
     `within_s` is for what would come by itself later.
 
-    Raises: AssertionError: `what` does not come, or the process whose doing it is has
-        ended before.
+    Raises: AssertionError: `what` does not come, or the process whose doing it
+        is has ended before.
     """
     began = time.monotonic()
     while not condition():

@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is used: `import trainers` imports no torch."""
+    """Import a public name only when it is used: `import trainers` loads no torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,17 +4,17 @@
 
 evaluate and predict run under torchrun, too.
 
-Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line or in the
-configuration cannot be used; 74 this process was a worker, hung, and ended itself; 130
-interrupted.
+Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line
+or in the configuration cannot be used; 74 this process was a worker, hung, and
+ended itself; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
@@ -35,8 +35,13 @@ from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
 _Run = Annotated[str, Field(description="a run's directory or URI")]
-_Name = Annotated[str, Field(title="NAME", description="newest, best or step-N")]
-_Split = Annotated[str, Field(description="the name that the task's `dataset` gets")]
+_Name = Annotated[
+    str, Field(title="NAME", description="newest, best or step-N")
+]
+_Split = Annotated[
+    str,
+    Field(description="the split to read, as the task's `dataset` names it"),
+]
 
 
 def train(
@@ -51,10 +56,11 @@ def train(
     output: Output,
     *,
     fresh: Annotated[
-        bool, Field(description="start anew: delete what the run's directory holds")
+        bool,
+        Field(description="start over: first empty the run's directory"),
     ] = False,
 ) -> int:
-    """Train, or go on from the run's newest checkpoint."""
+    """Train, or resume from the run's newest checkpoint."""
     follow_agent()
     spec = read_run(location, overrides, torchrun_world_size())
     if isinstance(spec, FunctionSpec):
@@ -73,7 +79,10 @@ def evaluate(
     split: _Split = "val",
     checkpoint: _Name = "newest",
 ) -> int:
-    """Evaluate a checkpoint on a split, in one worker or `--scaling.num_workers N`."""
+    """Evaluate a checkpoint on a split.
+
+    Uses `--scaling.num_workers` workers (default: 1).
+    """
     return _infer(run, overrides, output, split, checkpoint, None)
 
 
@@ -90,7 +99,7 @@ def predict(
 ) -> int:
     """Write the model's output for every sample of a split.
 
-    Works in one worker, or in `--scaling.num_workers N`.
+    Uses `--scaling.num_workers` workers (default: 1).
     """
     return _infer(run, overrides, output, split, checkpoint, storage_uri(out))
 
@@ -109,10 +118,11 @@ def export(
     ],
     checkpoint: _Name = "newest",
 ) -> int:
-    """Write the weights of a checkpoint, for readers without Paceline."""
+    """Write the weights of a checkpoint, for use without Paceline."""
 
     from trainers.inference import export
 
+    _check_out(storage_uri(out))
     print(export(run, out, checkpoint))
     return 0
 
@@ -120,15 +130,15 @@ def export(
 def explain(
     run: Annotated[
         str,
-        Field(
-            description="a run's directory or URI, or the YAML file of one, which has no records"
-        ),
+        Field(description="a run's directory or URI, or a YAML file"),
     ],
     output: Output,
     *,
     verify: Annotated[
         bool,
-        Field(description="run what is advised beside the old configuration, in turn"),
+        Field(
+            description="measure the first three advised changes against the old configuration"
+        ),
     ] = False,
     seconds: Annotated[
         float,
@@ -136,11 +146,11 @@ def explain(
             title="S",
             gt=0,
             le=600,
-            description="of the profile, and of each turn of --verify",
+            description="seconds of the profile, and of each measurement of --verify",
         ),
     ] = 2.0,
 ) -> int:
-    """Say where a run's time goes, and what takes it; changes nothing."""
+    """Say where a run's time goes, and why; change nothing."""
     from trainers.explain import explain, read_subject
     from trainers.launch.local import run_spawn
     from trainers.launch.process import setup_logging
@@ -156,7 +166,7 @@ def explain(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     commands: dict[str, Callable[..., int]] = {
         "": train,
         "evaluate": evaluate,
@@ -164,7 +174,9 @@ def main(argv: list[str] | None = None) -> int:
         "export": export,
         "explain": explain,
     }
-    return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
+    return run(
+        "python -m trainers", __doc__, commands, argv, TrainConfig, advise=True
+    )
 
 
 def _infer(
@@ -185,23 +197,35 @@ def _infer(
     setup_logging(rank, output.quiet)
     spec.load_task()
     check_precision(spec)
-    if out is not None and Path(out).is_dir():
-        raise ConfigError("--out", out, "is a directory", "name a file")
+    if out is not None:
+        _check_out(out)
     plain = asdict(replace(spec, quiet=output.quiet))
     job = Inference(**plain, split=split, which=checkpoint, out=out)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
     return _tell(output, launch(job, launcher, rank))
 
 
+def _check_out(out: str) -> None:
+    """Raise ConfigError if `out` exists and is not a regular file.
+
+    The writer renames a finished file to `out`, which would replace a device
+    such as /dev/null for the whole machine.
+    """
+    if os.path.lexists(out) and not stat.S_ISREG(os.lstat(out).st_mode):
+        is_directory = os.path.isdir(out)  # noqa: PTH112 (Path's raises)
+        rule = "is a directory" if is_directory else "is not a regular file"
+        raise ConfigError("--out", out, rule, "name a file")
+
+
 def _tell(output: Output, result: Any) -> int:
-    """Tell of what is done; return the exit code."""
+    """Report what the command has done; return the exit code."""
     text = str(result)
     output.result(text, _joined(text), {"status": "done", **asdict(result)})
     return 0
 
 
 def _joined(text: str, most: int | None = None) -> str:
-    """The first lines of a text as one."""
+    """Return the first `most` lines of a text as one line."""
     return "  ".join(line.strip() for line in text.splitlines()[:most])
 
 

@@ -1,6 +1,7 @@
 """Map exceptions and exit codes to a run's status and its cause in words.
 
-Imports neither torch nor Ray: their errors are recognised by class name and message.
+Imports neither torch nor Ray: their errors are recognised by class name and
+message.
 """
 
 from __future__ import annotations
@@ -26,33 +27,36 @@ from trainers.errors import (
     first_line,
 )
 
-# What a device without memory is called elsewhere than in torch's allocator: by the
-# CUDA runtime (and in NCCL's words), the driver and Triton; by cuBLAS, cuSOLVER,
-# cuSPARSE and cuFFT; by cuDNN, which finds no engine then.
+# How libraries other than torch's allocator say that a device is out of
+# memory: the CUDA runtime (quoted by NCCL), the driver and Triton; cuBLAS,
+# cuSOLVER, cuSPARSE and cuFFT; cuDNN, which then finds no engine.
 _DEVICE_ALLOCATION = re.compile(
     r"\b(?:CUDA|HIP|MPS)\b[^\n]*\bout of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
     r"|\b(?:CU|HIP|ROC)[A-Z]+_(?:STATUS_)?(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED"
     r"|unable to find an engine to execute this computation",
     re.IGNORECASE,
 )
-# torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
+# How torch 2.15 reports a failed host allocation
+# (c10/core/impl/alloc_cpu.cpp).
 _HOST_ALLOCATION = (
     "DefaultCPUAllocator",
     "can't allocate memory",
     "Cannot allocate memory",
 )
-# Shared memory, through which a DataLoader's workers send batches, is a file system
-# with names such as </torch_1_2_3>.
+# Shared memory, through which a DataLoader's workers send batches, is a file
+# system with names such as </torch_1_2_3>.
 _SHARED_MEMORY = re.compile(
     r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory"
 )
 _LOADER_DIED = re.compile(
     r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
 )
-_CARRIED = re.compile(r"^Original Traceback .*\n(?: .*\n)*(\S.*)", re.MULTILINE)
-"""The exception of a DataLoader's worker, in the text of torch's own."""
-# Words of gloo, NCCL and torch.distributed's store where the exception is a bare
-# RuntimeError.
+_CARRIED = re.compile(
+    r"^Original Traceback .*\n(?: .*\n)*(\S.*)", re.MULTILINE
+)
+"""A DataLoader worker's exception, as torch's exception quotes it."""
+# What marks a plain RuntimeError as raised by gloo, NCCL or
+# torch.distributed's store.
 _COLLECTIVE = re.compile(
     r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout",
     re.IGNORECASE,
@@ -68,7 +72,7 @@ _LIBRARIES = (
     f"{_OURS}/cluster/",
     f"{_OURS}/tune/",
 )
-"""Parts of the paths of files that are not the user's."""
+"""A file whose path contains one of these is not the user's."""
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:
@@ -83,19 +87,23 @@ def failure_of(error: BaseException, rank: int) -> RunFailedError:
     status, words = _explain(error)
     follows = broke_with_others(error)
     if follows:
-        words = f"a collective failed, as it does where another rank ends: {words}"
+        words = (
+            f"a collective failed, as it does if another rank ends: {words}"
+        )
     words = f"rank {rank}: {words}"
     smaller = isinstance(error, TooLargeError)
-    return RunFailedError(status, words, time.time(), smaller=smaller, follows=follows)
+    return RunFailedError(
+        status, words, time.time(), smaller=smaller, follows=follows
+    )
 
 
 def death_of(
     rank: int, code: int, pid: int | None = None, ended: bool = False
 ) -> RunFailedError:
-    """Describe the death of a rank by its exit code (negative: a signal).
+    """Describe the death of a rank that left no exception, from its exit code.
 
-    It is for a rank that left no exception. `ended` means that the launcher may have
-    ended it after another rank had failed.
+    A negative code is a signal. `ended` means that the launcher may have ended
+    this rank after another rank had failed.
     """
     how = ended_by(code)
     if ended:
@@ -105,10 +113,10 @@ def death_of(
     if pid is not None:
         words += f" (pid {pid})"
     if code == -signal.SIGKILL and _kernel_killed():
-        words += ", as the kernel ends processes where memory runs out"
+        words += ", as the kernel kills processes when memory runs out"
         return RunFailedError("out_of_host_memory", words, time.time())
-    # NCCL aborts a process whose peers are gone: that follows, unless nothing else is
-    # known.
+    # NCCL aborts a process whose peers are gone, so this failure only counts
+    # as the cause if there is no other.
     follows = code == -signal.SIGABRT
     return RunFailedError("node_lost", words, time.time(), follows=follows)
 
@@ -124,18 +132,20 @@ def ended_by(code: int) -> str:
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """Return the innermost frame (file, line) outside libraries, else the innermost."""
+    """Return the innermost frame (file, line) outside libraries.
+
+    If all frames are in libraries, return the innermost of them.
+    """
     own = [
-        frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)
+        frame
+        for frame in frames
+        if not any(part in frame[0] for part in _LIBRARIES)
     ]
     return (own or frames)[-1]
 
 
 def classify(error: BaseException) -> Status:
-    """Return the status that an exception ends a run with.
-
-    Needs neither torch nor Ray to be imported.
-    """
+    """Return the status that an exception ends a run with."""
     return _explain(error)[0]
 
 
@@ -146,7 +156,10 @@ def broke_with_others(error: BaseException) -> bool:
         return False
     if names & {"DistError", "CollectiveTimeoutError"}:  # torch's; Ray Train's
         return True
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+    return (
+        type(error) is RuntimeError
+        and _COLLECTIVE.search(str(error)) is not None
+    )
 
 
 def _explain(error: BaseException) -> tuple[Status, str]:
@@ -160,7 +173,9 @@ def _explain(error: BaseException) -> tuple[Status, str]:
         if is_full:
             words = f"the disk is full: {words}"
         elif type(error) is StorageError:
-            words = f"{message}{FIX}that place, then run the same command again"
+            words = (
+                f"{message}{FIX}the storage, then run the same command again"
+            )
         return error.status, words
     texts = [str(link) for link in chain(error)]
     died = [match for text in texts if (match := _LOADER_DIED.search(text))]
@@ -178,7 +193,9 @@ def _explain(error: BaseException) -> tuple[Status, str]:
 
 def _status(error: BaseException) -> Status:
     names = {cls.__name__ for cls in type(error).__mro__}
-    if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
+    if "OutOfMemoryError" in names and type(error).__module__.startswith(
+        "torch"
+    ):
         return "out_of_memory"
     if isinstance(error, RuntimeError):
         words = str(error)
@@ -192,7 +209,7 @@ def _status(error: BaseException) -> Status:
         return "preempted"
     if names & _RAYS_DEATHS:
         return "node_lost"
-    # A process that is stopped, or holds the interpreter's lock.
+    # The worker's process is stopped, or does not release the GIL.
     if "WorkerHealthCheckTimeoutError" in names:
         return "hung"
     return "error"
@@ -204,7 +221,7 @@ _RAYS_DEATHS = {
     "ActorUnavailableError",
     "WorkerCrashedError",
 }
-_SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, or lower data.num_workers)"
+_SHM_FULL = "shared memory is full (enlarge /dev/shm, in Docker with --shm-size, or lower data.num_workers)"
 
 
 def _loader_died(
@@ -218,33 +235,38 @@ def _loader_died(
     if by_signal is None:
         return "error", f"its {worker} {otherwise}"
     if by_signal == "Bus error":
-        return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
+        return (
+            "out_of_host_memory",
+            f"its {worker} died by SIGBUS: {_SHM_FULL}",
+        )
     if by_signal == "Killed":
-        words = f"its {worker} was killed, as where the host's memory runs out"
+        words = f"its {worker} was killed, as happens when the host's memory runs out"
         return "out_of_host_memory", words
     status: Status = "node_lost" if by_signal == "Terminated" else "error"
     return status, f"its {worker} died: {by_signal}"
 
 
 def raised_at(error: BaseException, below: int = 0) -> str:
-    """Return file and line of the user's code in which an exception was raised.
+    """Return the file and line that raised an exception, in user code if possible.
 
-    The `below` outermost frames are ignored; empty if no frame is left.
+    Ignores the `below` outermost frames; returns "" if no frame is left.
     """
     frames = traceback.extract_tb(error.__traceback__)[below:]
     if not frames:
         return ""
-    file, line = line_of_task([(frame.filename, frame.lineno or 0) for frame in frames])
+    file, line = line_of_task(
+        [(frame.filename, frame.lineno or 0) for frame in frames]
+    )
     return f"{Path(file).name}:{line}"
 
 
 def count_kernel_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory since boot.
 
-    0 if it does not say.
+    Returns 0 if the kernel does not report it.
     """
     counts = ""
-    with contextlib.suppress(OSError):  # a sandbox without it
+    with contextlib.suppress(OSError):  # some sandboxes lack the file
         counts = Path("/proc/vmstat").read_text()
     found = re.search(r"^oom_kill (\d+)$", counts, re.MULTILINE)
     return int(found[1]) if found else 0

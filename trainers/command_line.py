@@ -1,8 +1,8 @@
-"""The command line of `python -m trainers | tune | cluster`, and its reference of keys.
+"""The command line of `python -m trainers | tune | cluster`, and the help it prints.
 
-A command is a function: its docstring says what it does, and its parameters are the
-options. Mistakes are reported before torch and Ray are imported: one sentence on
-standard error, and exit code 2.
+A command is a function: its docstring says what it does, and its parameters
+are the options. Mistakes are reported before torch and Ray are imported: one
+sentence on standard error, and exit code 2.
 """
 
 import atexit
@@ -40,9 +40,10 @@ _SOURCE = "command line"
 
 
 class _Options(Settings):
-    """A command's options, whose descriptions are in their types.
+    """A command's options; the type of an option contains its description.
 
-    Otherwise Pydantic would search the source for descriptions, in every module.
+    With `use_attribute_docstrings`, Pydantic would search every module's
+    source for descriptions.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
@@ -51,13 +52,14 @@ class _Options(Settings):
 class Command:
     """A function as a command: its parameters are the options.
 
-    A parameter before `*` is a positional argument; `overrides` receives keys of
-    `config`.
+    A parameter before `*` is a positional argument; `overrides` receives keys
+    of `config`.
 
-    A bool is a flag, a tuple may be repeated, and a field's title is shown as its
-    value. `--name value` and `--name=value` are equivalent, and so are hyphens and
-    underscores in a name. Values are YAML 1.2, unless the type is text. A command that
-    runs something has a parameter `output`, and thus the options of Output.
+    A bool is a flag, an option with the type tuple may be repeated, and the
+    help shows a field's title in place of the value. `--name value` and
+    `--name=value` are equivalent; hyphens and underscores in a name are, too.
+    Values are YAML 1.2, unless the type is str. A command that runs something
+    has a parameter `output`, and thus the options --quiet and --json.
     """
 
     def __init__(
@@ -82,10 +84,14 @@ class Command:
                 self.argument = name
         if self.tells:
             fields |= {"quiet": (Quiet, False), "as_json": (Json, False)}
-        self.model = create_model(function.__name__, __base__=_Options, **fields)
+        self.model = create_model(
+            function.__name__, __base__=_Options, **fields
+        )
         self.fields = keys_of(self.model)
         self.options = {
-            _option(name): name for name in self.fields if name != self.argument
+            _option(name): name
+            for name in self.fields
+            if name != self.argument
         }
 
     def parse(self, args: Sequence[str]) -> Tree:
@@ -110,9 +116,13 @@ class Command:
             else:
                 overrides[key] = parse_typed(text, f"{_SOURCE}, --{key}")
         built = build(self.model, given, _SOURCE)
-        values = {name: getattr(built, name) for name in self.model.model_fields}
+        values = {
+            name: getattr(built, name) for name in self.model.model_fields
+        }
         if self.tells:
-            values["output"] = Output(values.pop("quiet"), values.pop("as_json"))
+            values["output"] = Output(
+                values.pop("quiet"), values.pop("as_json")
+            )
         if self.config:
             values["overrides"] = overrides
         return values
@@ -120,7 +130,11 @@ class Command:
     def _is(self, name: str, kind: type) -> bool:
         """Whether a parameter has this type, or a union that contains it."""
         annotation = self.fields[name].annotation
-        return kind in (annotation, get_origin(annotation), *get_args(annotation))
+        return kind in (
+            annotation,
+            get_origin(annotation),
+            *get_args(annotation),
+        )
 
     def _give_argument(self, given: Tree, text: str) -> None:
         name = self.argument
@@ -140,7 +154,8 @@ class Command:
     def _key(self, typed: str) -> str:
         """Return an unknown option as a dotted key of the configuration.
 
-        Names within a mapping of the user's own are not changed.
+        Hyphens become underscores, except within a mapping whose keys are free
+        (`task_args`).
         """
         parts = typed.removeprefix("--").split(".")
         keys: list[str] = []
@@ -149,8 +164,13 @@ class Command:
         first = parts[0].replace("_", "-")
         options = [option.removeprefix("--") for option in self.options]
         near = None if first in keys else nearest(first, [*keys, *options])
-        if not keys or not typed.startswith("--") or typed == "--" or near in options:
-            listed = f"its options are {', '.join([*self.options, '--help'])}"
+        if (
+            not keys
+            or not typed.startswith("--")
+            or typed == "--"
+            or near in options
+        ):
+            listed = f"use one of {', '.join([*self.options, '--help'])}"
             fix = did_you_mean(first, [*keys, *options], listed, _option)
             raise _mistake(typed, f"is not an option of `{self.call}`", fix)
         model = self.config
@@ -179,7 +199,9 @@ class Command:
                 usage.append(self._shown(name))
             elif field.default:
                 default = f" (default: {show(field.default)})"
-            text = f"      {self._shown(name):<25} {field.description}{default}"
+            text = (
+                f"      {self._shown(name):<25} {field.description}{default}"
+            )
             options += textwrap.wrap(text, 110, subsequent_indent=" " * 32)
         usage.append("[options]")
         if self.config:
@@ -212,18 +234,21 @@ class _Door:
     config: type[Settings] | None
 
     def command(self, name: str) -> Command:
-        """Make a command; only on demand, since its model takes 10 ms."""
+        """Build a command; done only on demand, because building one takes 10 ms."""
         call = f"{self.call} {name}".rstrip()
         return Command(call, self.functions[name], self.config)
 
     def named(self, args: Sequence[str]) -> str:
-        """Return the name of the command in `args`; empty for the unnamed one."""
+        """Return the name of the command in `args`; empty for the unnamed command."""
         return args[0] if args and args[0] in self.functions else ""
 
     def tells(self, args: Sequence[str]) -> bool:
-        """Return whether the command reports through an Output, as mistakes do."""
+        """Whether the command in `args` reports through an Output, or is unknown."""
         function = self.functions.get(self.named(args))
-        return function is None or "output" in inspect.signature(function).parameters
+        return (
+            function is None
+            or "output" in inspect.signature(function).parameters
+        )
 
     def help(self, doc: str, args: Sequence[str]) -> str:
         """Return the help of the command in `args`, or of all commands."""
@@ -231,24 +256,24 @@ class _Door:
         name = self.named(args)
         if name:
             return "\n\n".join([self.command(name).help(), end])
-        # Of two names of one function the newer.
+        # A function with two names is listed under its last name.
         names = {function: name for name, function in self.functions.items()}
         parts = [about]
         parts += [self.command(name).help() for name in names.values()]
         parts.append(end)
         if self.config is not None:
-            schema = f"`{self.call} --schema` prints the JSON schema of its file, for editors."
+            schema = f"`{self.call} --schema` prints the JSON schema of the configuration file, for editors."
             parts += [schema, reference(self.config)]
         return "\n\n".join(parts)
 
     def start(self, args: Sequence[str], output: Output) -> int:
-        """Run the command in `args`; ConfigError if it cannot be understood."""
+        """Run the command in `args`; raise ConfigError if `args` are not valid."""
         _require_directory()
         name = self.named(args)
         names = [known for known in self.functions if known]
         has_unnamed = "" in self.functions and not _is_mistyped(args, names)
         if not name and not has_unnamed:
-            fix = f"its commands are {', '.join(names)}"
+            fix = f"use one of {', '.join(names)}"
             if not args[0].startswith("-"):
                 fix = did_you_mean(args[0], names, fix)
             raise _mistake(args[0], f"is not a command of `{self.call}`", fix)
@@ -268,18 +293,19 @@ def run(
     config: type[Settings] | None = None,
     advise: bool = False,
 ) -> int:
-    """Run the command named first, or the unnamed one; return its exit code.
+    """Run the command that `argv` names, else the unnamed one; return the exit code.
 
-    `doc` is the docstring of the module that `call` starts; its last paragraph lists
-    the exit codes. `config` is the configuration of commands with `overrides`. With
-    `advise`, failures of the unnamed command end with advice from the status's policy.
+    `doc` is the docstring of the module that `call` starts; its last paragraph
+    lists the exit codes. `config` is the configuration class of commands that
+    take `overrides`. With `advise`, failures of the unnamed command end with
+    advice from the status's policy.
     """
     sys.excepthook = lambda *raised: print(
         redact("".join(traceback.format_exception(*raised))), file=sys.stderr
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name or a message may have what its encoding has not. Ray prints what workers
-        # say without a flush.
+        # Messages may have characters that the encoding lacks. Ray prints the
+        # output of workers without flushing.
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     args = list(sys.argv[1:] if argv is None else argv)
     door = _Door(call, functions, config)
@@ -291,7 +317,7 @@ def run(
     if not args or {"-h", "--help"} & set(args):
         print(door.help(doc or "", args))
         return 0 if args else 2
-    # A mistake beside `--json` is said in JSON, too.
+    # With `--json`, mistakes in arguments are JSON, too.
     with Output(as_json="--json" in args and door.tells(args)) as output:
         try:
             return door.start(args, output)
@@ -301,8 +327,8 @@ def run(
             words = str(error)
             if advise and not is_config and not door.named(args):
                 advice = error.advice
-            # What a configuration lacks every rank of torchrun's says alike; of
-            # failures each has its own.
+            # Under torchrun, all ranks find the same mistake in a
+            # configuration, but each has its own failure.
             said = f"{words} ({advice})" if advice else words
             complain(said, every_rank=not is_config)
             return output.failed(error.status, words, error.exit_code, advice)
@@ -310,7 +336,7 @@ def run(
             complain("interrupted")
             return output.failed("interrupted", "interrupted", 130)
         except Exception as error:
-            # The user's own, from a constructor; or one of ours that nobody has foreseen.
+            # From the user's code, such as a constructor; or a bug of ours.
             sys.excepthook(type(error), error, error.__traceback__)
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
@@ -318,9 +344,10 @@ def run(
 
 
 def _is_mistyped(args: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether the first argument is meant as a command: no file, but near a name.
+    """Whether the first argument is probably a mistyped command.
 
-    Or an argument follows it, as in `validate sweep.yaml`.
+    True for a bare word that is no file, if another argument follows
+    (`validate sweep.yaml`) or a command has a similar name.
     """
     word, *rest = args
     is_bare = word.replace("-", "").replace("_", "").isalpha()
@@ -333,8 +360,8 @@ def _is_mistyped(args: Sequence[str], names: Sequence[str]) -> bool:
 def leave(code: int) -> NoReturn:
     """End the process.
 
-    Waits for threads and runs exit handlers, but does not tear down torch's modules,
-    which would take a second.
+    Waits for threads and runs exit handlers, but does not tear down torch's
+    modules, which would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined] # (what Python itself calls first)
     atexit._run_exitfuncs()
@@ -349,13 +376,13 @@ def _require_directory() -> None:
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        fix = "change to one that is there"
-        raise ConfigError(
-            "the working directory", MISSING, "was deleted", fix, _SOURCE
-        ) from error
+        fix = "change to one that exists"
+        raise _mistake("the working directory", "was deleted", fix) from error
 
 
-def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:
+def complain(
+    sentences: str, level: str = "error", every_rank: bool = False
+) -> None:
     """Print sentences to standard error, one per line.
 
     Under torchrun only rank 0 prints them, unless `every_rank` is set.
@@ -365,8 +392,10 @@ def complain(sentences: str, level: str = "error", every_rank: bool = False) -> 
             print(f"{level}: {line}", file=sys.stderr)
 
 
-def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, default, description) of every key of a model, depth first."""
+def entries(
+    model: type[Settings], prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, default, description) of each key of a class, depth first."""
     for name, field in keys_of(model).items():
         dotted = prefix + name
         below = child_model(model, name)
@@ -376,16 +405,18 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
         default = "required"
         if not field.is_required():
             default = show(field.get_default(call_default_factory=True))
-        # A table's row is one line.
+        # A row of a Markdown table must be one line.
         description = " ".join((field.description or "").split())
         choices = get_args(field.annotation)
-        if len(choices) > 1 and all(isinstance(choice, str) for choice in choices):
+        if len(choices) > 1 and all(
+            isinstance(choice, str) for choice in choices
+        ):
             description += f" One of {', '.join(choices)}."
         yield dotted, default, description
 
 
 def reference(model: type[Settings]) -> str:
-    """Return a list of all keys as text for a terminal."""
+    """Return a list of all keys of a configuration class, as text for a terminal."""
     lines = []
     for key, default, description in entries(model):
         lines.append(f"{key} ({default})")

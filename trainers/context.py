@@ -1,6 +1,6 @@
-"""RunContext: all that the loop knows of its launcher.
+"""RunContext: all that the loop knows about its launcher.
 
-Launchers override the methods for what they want to say or hear.
+A launcher overrides the methods that it needs.
 """
 
 from typing import Any
@@ -15,43 +15,45 @@ class RunContext:
 
     The process group, if there is one, is complete before the loop starts.
 
-    `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the
-    run's directory; None for a run that keeps nothing (a trial). `local_rank` and
-    `local_world_size` are those on this host; `device_index` is the index of this
-    worker's GPU among those that its process sees (default: `local_rank`). `elapsed_s`
-    is the age of the loop, equal on all ranks, so that it may decide how often a
-    launcher is asked or told.
+    `launcher` is the value of the key `launcher`, "torchrun" or "lane".
+    `storage` is the run's directory; None for a run that keeps nothing (a
+    trial). `local_rank` and `local_world_size` count the workers on this host;
+    `device_index` is the index of this worker's GPU among those that its
+    process sees (default: `local_rank`). The `elapsed_s` of the methods, the
+    time since the loop began, is equal on all ranks, so a launcher may use it
+    to decide when to communicate.
     """
 
     microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, if the launcher knows of one that did
-    not.
+    """The largest microbatch that may still fit, if the launcher knows of one
+    that did not fit.
     """
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch known to fit and the smallest known not to, if the
-    launcher knows of other runs.
+    """The largest microbatch known to fit and the smallest known not to fit,
+    from other runs that the launcher knows of.
     """
     source: Storage | None = None
-    """The run whose newest checkpoint this one starts from as long as it has none of
-    its own; None: it starts from scratch.
+    """The run whose newest checkpoint this run starts from while it has no
+    checkpoint itself; None: this run starts from scratch.
     """
     refuge: Storage | None = None
-    """Where a run without storage keeps its state when its node is taken away and, if
-    its `checkpoint` says when, also then and at its end. If `source` is the same place,
-    the run starts from there. None: the state is lost.
+    """Where a run without storage saves its state when its node is taken away
+    and, if `checkpoint` sets an interval, also at each interval and at the
+    run's end. The run resumes from there if such an interval or `source` is
+    set. None: the state is lost.
     """
     take: Take | None = None
-    """Receives the run's records from rank 0 as they are made, and returns at once;
-    None if nobody wants them.
+    """Receives the run's records from rank 0 as they are made, and returns
+    immediately; None if nobody wants the records.
     """
     draws_line: bool = False
-    """Whether a live line shows them instead of the log's lines of steps."""
+    """Whether a live line shows the records, in place of log lines for steps."""
 
     watchdog: Any = None
     """The watchdog of this process, while there is one (trainers/loop/watchdog.py)."""
     watches: tuple[str, ...] = ()
-    """Metrics by which the launcher decides: if they need an evaluation, a run without
-    a validation split is refused.
+    """Metrics that the launcher decides by: if they need an evaluation, a run
+    without a validation split is refused.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class RunContext:
         self.world_size = world_size
         self.local_rank = local_rank
         self.local_world_size = local_world_size
-        self.device_index = local_rank if device_index is None else device_index
+        self.device_index = (
+            local_rank if device_index is None else device_index
+        )
 
     def enter(self, phase: str) -> None:
         """Note that another phase of the loop begins, if this process is watched."""
@@ -80,22 +84,23 @@ class RunContext:
     def report(
         self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
     ) -> None:
-        """Receive an evaluation or a checkpoint.
+        """Receive the run's newest metrics, after an evaluation or a checkpoint.
 
-        Every rank calls it, equally often.
+        `checkpoint` is the location of a complete checkpoint, or None. Every
+        rank calls this method, equally often.
         """
 
     def observe(self, figures: dict[str, float]) -> None:
-        """Receive this worker's newest figures; must be cheap, and is no collective."""
+        """Receive this worker's newest figures; must be cheap, and is not a collective."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether this worker was asked to stop; the loop agrees with other ranks."""
+        """Whether this worker was asked to stop; the loop tells the other ranks."""
         return False
 
     def preempted(self, elapsed_s: float) -> bool:
         """Whether a node of the run is about to be taken away.
 
-        Every rank calls it, equally often.
+        Every rank calls this method, equally often.
         """
         return False
 

@@ -1,12 +1,12 @@
-"""Every way that a run can end, what Paceline does about each, and its error messages.
+"""How a run can end, what Paceline does about each ending, and the error classes.
 
-A status is what `result.json`, `results.parquet` and the terminal show. Its policy says
-how many restarts a run gets by default when it ends that way, and what to tell the
-user. Secrets and control characters are removed from foreign text before it is shown or
-saved.
+A status is what `result.json`, `results.parquet` and the terminal show. Its
+policy says how many restarts a run gets by default when it ends that way, and
+what to tell the user. Text from elsewhere is shown and saved without secrets,
+and with control characters escaped.
 
-Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
-AWS_SECRET_ACCESS_KEY, ...).
+Environment read: the values of all variables whose names mark secrets
+(RAY_AUTH_TOKEN, AWS_SECRET_ACCESS_KEY, ...).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Status = Literal[
     "error",
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
-_AGAIN = "run the same command again to go on from the newest checkpoint"
+_AGAIN = "run the same command again to resume from the newest checkpoint"
 _DISK_FULL = (
     "No space left on device",
     "Disk quota exceeded",
@@ -42,10 +42,10 @@ _DISK_FULL = (
     "the disk is full",
 )
 FIX = "; fix "
-"""Part of messages that say themselves what to do."""
+"""Part of messages that already say what to do, so that no advice is added."""
 _HIDDEN = "***"
-# A password may hold anything, even an `@` or a `/` that should have been quoted: up to
-# the last `@` of the word.
+# A password may contain anything, even an unquoted `@` or `/`: it ends at the
+# last `@` of the word.
 _USER = re.compile(
     r"(://)[^\s/?#:'\"]{0,300}:[^\s'\"]{0,300}@|(\bhttps?://)[^\s/?#'\"@]{1,300}@",
     re.IGNORECASE,
@@ -54,13 +54,15 @@ _NAMED = re.compile(
     r"""((?:secret|password|passwd|signature|credentials?|authorization
     |(?:access|account|api|auth|private|secret)[_-]?key|(?:access|api|auth|refresh|security|session)[_-]?token
     |(?<![\w/-])(?:token|sig|pwd))
-    (?:['"]?\s{0,9}[=:]|`\ is)\s{0,9}(?:(?:bearer|basic)\s)?)
+    ['"]?\s{0,9}[=:]\s{0,9}(?:(?:bearer|basic)\s)?)
     (?:"[^"\n]{0,999}"|'[^'\n]{0,999}'|[^\s'"&,;)}\]]+)""",
     re.IGNORECASE | re.VERBOSE,
 )
-_VARIABLE = re.compile(r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD)$", re.IGNORECASE)
-# characters of a variable's value that is looked for: less than that is part of
-# harmless words
+_VARIABLE = re.compile(
+    r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD)$", re.IGNORECASE
+)
+# A secret variable's value is hidden if it has at least so many characters:
+# shorter values also occur in harmless words.
 _SHORTEST = 8
 _MOVING = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -70,7 +72,7 @@ _MOST_NAMED = 4  # how many parameters a sentence names
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows from a status: default restarts (-1: no limit), and advice."""
+    """What follows from a status: restarts by default (-1: no limit), and advice."""
 
     restarts: int
     advice: str
@@ -80,7 +82,8 @@ POLICIES: dict[Status, Policy] = {
     "done": Policy(0, ""),
     "stopped": Policy(0, _AGAIN),
     "out_of_memory": Policy(
-        0, "set a smaller `microbatch_size`; the result of training stays the same"
+        0,
+        "set a smaller `microbatch_size`; the result of training stays the same",
     ),
     "out_of_host_memory": Policy(
         1, "lower `data.num_workers`, or set `data.resident: false`"
@@ -91,7 +94,7 @@ POLICIES: dict[Status, Policy] = {
     ),
     "hung": Policy(
         3,
-        "see the stacks of all ranks in hangs/ of the run's directory, or raise the budget named here",
+        "see the stacks of all ranks in hangs/ of the run's directory, or raise the time limit named here",
     ),
     "preempted": Policy(-1, _AGAIN),
     "node_lost": Policy(-1, _AGAIN),
@@ -100,7 +103,7 @@ POLICIES: dict[Status, Policy] = {
 
 
 class PacelineError(Exception):
-    """Base of all errors that Paceline raises; `status` is how the run ends."""
+    """Base class of Paceline's errors; `status` is how the run ends."""
 
     status: Status = "error"
     exit_code = 1
@@ -110,7 +113,7 @@ class PacelineError(Exception):
 
     @property
     def advice(self) -> str:
-        """What the user can do about it; empty if the message already says it."""
+        """What the user can do about the error; empty if the message already says that."""
         if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
         if self.status == "error":
@@ -121,14 +124,19 @@ class PacelineError(Exception):
 class ConfigError(PacelineError, ValueError):
     """A user's value that cannot be used: field, value, rule and fix.
 
-    `rule` is a predicate ("must be at least 1"); `value` is MISSING if there is none to
-    show.
+    `rule` is a predicate ("must be at least 1"), since the message reads
+    "`field: value` rule; fix."; `value` is MISSING if there is none to show.
     """
 
     exit_code = 2
 
     def __init__(
-        self, field: str, value: Any, rule: str, fix: str, source: str | None = None
+        self,
+        field: str,
+        value: Any,
+        rule: str,
+        fix: str,
+        source: str | None = None,
     ) -> None:
         super().__init__(field, value, rule, fix, source)
         self.field = field
@@ -139,10 +147,13 @@ class ConfigError(PacelineError, ValueError):
 
     def __str__(self) -> str:
         where = f"{_cut(self.source, 1000)}: " if self.source else ""
-        shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
+        named = _cut(self.field)
+        if self.value is not MISSING:
+            separator = "=" if self.field.startswith("--") else ": "
+            named += separator + show(self.value)
         end = "" if self.fix.endswith("?") else "."
         return printable(
-            f"{where}`{_cut(self.field)}` {shown}{_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}"
+            f"{where}`{named}` {_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}"
         )
 
     def at(self, source: str) -> ConfigError:
@@ -151,13 +162,15 @@ class ConfigError(PacelineError, ValueError):
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 (several of them)
-    """Several ConfigErrors at once, one per line."""
+    """Several ConfigErrors, shown one per line."""
 
     def __init__(self, errors: list[ConfigError]) -> None:
         first = errors[0]
-        super().__init__(first.field, first.value, first.rule, first.fix, first.source)
+        super().__init__(
+            first.field, first.value, first.rule, first.fix, first.source
+        )
         self.errors = errors
-        self.args = (errors,)  # what pickle builds it from
+        self.args = (errors,)  # pickle rebuilds the error from these
 
     def __str__(self) -> str:
         return "\n".join(str(error) for error in self.errors)
@@ -168,7 +181,7 @@ class StorageError(PacelineError):
 
 
 class LeaseError(StorageError):
-    """This process may no longer write to the directory: its lease is lost or gone."""
+    """This process has lost the lease of a directory, and may no longer write there."""
 
 
 class CheckpointError(PacelineError):
@@ -186,13 +199,16 @@ class DivergedError(PacelineError):
 
 
 class PreemptedError(PacelineError):
-    """A node is about to be taken away; a checkpoint is written, the group may end."""
+    """A node is about to be taken away.
+
+    A checkpoint has been written, and this rank stops training.
+    """
 
     status: Status = "preempted"
 
 
 class TooLargeError(PacelineError):
-    """A microbatch ran out of memory in mid-training; the next start takes less."""
+    """A microbatch ran out of memory in training; the next start uses a smaller one."""
 
     status: Status = "out_of_memory"
 
@@ -210,9 +226,10 @@ class TooLargeError(PacelineError):
 class RunFailedError(PacelineError):
     """A run that failed: status, message, and when (Unix time).
 
-    `smaller` means that the next start uses a smaller microbatch, so a restart is not a
-    mere retry. `follows` means that the failure looks like a consequence of another
-    rank's (a broken collective, an endless wait).
+    `smaller` means that the next start uses a smaller microbatch, so a restart
+    is not a mere retry. `follows` means that the failure looks like a
+    consequence of another rank's failure (a broken collective, an endless
+    wait).
     """
 
     def __init__(
@@ -232,16 +249,19 @@ class RunFailedError(PacelineError):
         self.config = config
         self.smaller = smaller
         self.follows = follows
-        self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
+        self.exit_code = (
+            ConfigError.exit_code if config else PacelineError.exit_code
+        )
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
         """Return the root cause among the failures of several ranks.
 
-        A rank that ran out of memory and can use a smaller microbatch explains all
-        others; next come ranks that died or hung by themselves, then what a rank raised
-        by itself, then what follows from another rank. For a hang, the message says
-        where every rank was.
+        A rank that ran out of memory and can use a smaller microbatch explains
+        all other failures; next come ranks that died or hung, then ranks that
+        raised an exception, and last the consequences of another rank's
+        failure. For a hang, the message combines the messages of all ranks
+        that hung or were ended.
         """
         cause = min(errors, key=lambda error: (error._distance, error.when))
         if cause.status != "hung":
@@ -252,7 +272,9 @@ class RunFailedError(PacelineError):
             if error.status == "hung" or was_ended:
                 words[error.message] = None
         message = "; ".join(words)
-        return RunFailedError("hung", message, cause.when, follows=cause.follows)
+        return RunFailedError(
+            "hung", message, cause.when, follows=cause.follows
+        )
 
     @property
     def _distance(self) -> int:
@@ -266,9 +288,9 @@ class RunFailedError(PacelineError):
 
     @property
     def advice(self) -> str:
-        """What the user can do about it."""
+        """What the user can do about the failure."""
         if self.follows and self.status == "error":
-            return "the rank that failed first says why; without one, see the network between the nodes"
+            return "the rank that failed first says why; if none does, check the network between the nodes"
         if FIX in str(self):
             return ""
         return super().advice or POLICIES[self.status].advice
@@ -313,7 +335,7 @@ def counted(number: float, noun: str, form: str = "") -> str:
 
 
 def in_digits(value: float) -> str:
-    """Return a metric with four decimals, or four digits where it is small or large."""
+    """Return a metric with 4 decimals; if tiny or huge, with 4 significant digits."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.4g}"
     return f"{value:.4f}"
@@ -325,18 +347,22 @@ def did_you_mean(
     otherwise: str,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return the fix for an unknown name: the nearest known one, else `otherwise`."""
+    """Return the fix for an unknown name: a similar known one, or `otherwise`."""
     near = nearest(str(name), known)
     return otherwise if near is None else f"did you mean `{shown(near)}`?"
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most similar to `name`; None if none is.
+def nearest(
+    name: str, known: Iterable[str], cutoff: float = 0.6
+) -> str | None:
+    """Return the known name that is most similar to `name`; None if none is similar.
 
     Upper and lower case, and `-` and `_`, are treated as equal.
     """
     by_plain = {_plain(word): word for word in known}
-    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(
+        _plain(name), by_plain, n=1, cutoff=cutoff
+    )
     return by_plain[near[0]] if near else None
 
 
@@ -345,9 +371,9 @@ def _plain(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name.
+    """Return the first line of an error's message; if empty, the error's type.
 
-    The second line follows a first one that ends in a colon.
+    If the first line ends in a colon, the second line is appended.
     """
     first, *rest = _lines(error)
     if first.endswith(":") and rest:
@@ -356,7 +382,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, or its type's name."""
+    """Return the last line of an error's message; if empty, the error's type."""
     return redact(_lines(error)[-1].strip())
 
 
@@ -385,15 +411,19 @@ def disk_is_full(error: BaseException) -> bool:
 
 def shorten(names: Sequence[str]) -> str:
     """Return the first few names, as text for a message."""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    more = (
+        f" and {len(names) - _MOST_NAMED} more"
+        if len(names) > _MOST_NAMED
+        else ""
+    )
     return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + more
 
 
 def redact(text: str) -> str:
     """Return `text` without secrets and with control characters escaped.
 
-    Secrets are passwords in URIs, values named as secrets, and those of this process's
-    environment.
+    Secrets are passwords in URIs, values named as secrets, and values of
+    secret variables of the environment.
     """
     for value in sorted(_environment_secrets(), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
@@ -403,20 +433,22 @@ def redact(text: str) -> str:
 
 def escape_controls(text: str) -> str:
     """Return `text` with control characters escaped as in Python strings."""
-    return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _MOVING.sub(
+        lambda found: found[0].encode("unicode_escape").decode(), text
+    )
 
 
 def holds_secret(uri: str) -> bool:
     """Return whether a URI has a password, or a parameter named like a secret."""
     try:
         parts = urlsplit(uri)
-    except ValueError:  # no URI at all, which whoever opens it says
+    except ValueError:  # not a URI; opening it will report that
         return False
     return bool(parts.password) or redact(parts.query) != parts.query
 
 
 def _environment_secrets() -> set[str]:
     names = [name for name in list(os.environ) if _VARIABLE.search(name)]
-    # Another thread may remove one meanwhile: a cluster ends while a report is written.
+    # Another thread may remove a variable meanwhile, as when a cluster ends.
     found = [os.environ.get(name, "") for name in names]
     return {value for value in found if len(value) >= _SHORTEST}

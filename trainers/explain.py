@@ -1,8 +1,8 @@
 """Explain a run: where its time goes, and which lines of its configuration change that.
 
-Workers take some steps and time the parts of a step. Causes are inferred from these
-times and the run's own records. What a change would gain is measured by running both
-configurations side by side. All these steps are thrown away.
+Workers take some steps and time the parts of a step. Causes are inferred from
+these times and the run's own records. To measure the gain of a change, both
+configurations run in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from trainers.devices.device import synchronize
 from trainers.devices.group import Group
 from trainers.errors import PacelineError, first_line
 from trainers.launch.process import end_at_once
-from trainers.launch.spec import Answer, Job, RunSpec, make_spec, open_run, read_file
+from trainers.launch.spec import (
+    Answer,
+    Job,
+    RunSpec,
+    make_spec,
+    open_run,
+    read_file,
+)
 from trainers.loop.build import build_replica
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.figures import findings, student_t
@@ -58,17 +65,25 @@ _HOST_READS = [
     "__index__",
 ]
 """Tensor methods that wait for the device and return values to the host."""
-_PARTS = ["data", "copy", "transform", "forward", "backward", "optimizer", "host"]
+_PARTS = [
+    "data",
+    "copy",
+    "transform",
+    "forward",
+    "backward",
+    "optimizer",
+    "host",
+]
 """The parts of a step, on one rank."""
 _SENT = "all-reduce"
-"""What ranks add up together."""
+"""The part in which ranks add up tensors."""
 _WAITED = "waiting for ranks"
 _FEWEST_TRACED = 12
-"""The fewest steps that a profile has."""
+"""The fewest steps in a profile."""
 _MOST = 400
-"""Steps after which the data begins anew."""
+"""The most steps until the data starts over."""
 _VERIFIED = 3
-"""Number of causes whose changes are tried."""
+"""The most causes whose changes are tried."""
 _ROUNDS = 4
 """Number of turns of each of the two configurations."""
 _FEWEST_STEPS = 30
@@ -82,41 +97,46 @@ Shares = dict[str, float]
 
 @dataclass(frozen=True)
 class StepProfile(Answer):
-    """The times of profiled steps; means over steps and ranks."""
+    """What a profile measured: mean times of a step, on rank 0 unless stated."""
 
     step_s: float
-    """Time of a step as training takes it."""
+    """Time of a step while its parts are not timed."""
     parts: Shares
-    """Seconds by part, in steps that wait for the device after each part."""
+    """Seconds by part, averaged over ranks, in steps that wait for the device
+    after each part.
+    """
     own_s: list[float]
-    """By rank: time of a step without all-reduce and without waiting for other ranks.
+    """By rank: time of a step without all-reduce and without waiting for other
+    ranks. Of a single rank or a sharded model, only `step_s`.
     """
     reads: Shares
-    """Seconds per step in which the task reads values of the device, by `file:line`, on
-    rank 0.
+    """Seconds per step in which the task reads values from the device, by
+    `file:line`, on rank 0.
     """
     accumulation: int
     device: str
     busy_s: float | None = None
-    """Seconds per step in which GPU kernels run."""
+    """Seconds per step in which GPU kernels run; None without a GPU."""
 
     def shares(self) -> Shares:
-        """Return the share of a step by part; they add up to 1."""
+        """Return each part's share of a step; the shares add up to 1."""
         total = sum(self.parts.values())
         return {
-            name: seconds / total for name, seconds in self.parts.items() if seconds > 0
+            name: seconds / total
+            for name, seconds in self.parts.items()
+            if seconds > 0
         }
 
 
 @dataclass(frozen=True)
 class ProfileJob(Job[StepProfile]):
-    """Takes steps of the run for about `seconds`; writes nothing."""
+    """Profiles steps of the run, about `seconds` per measurement; writes nothing."""
 
     answer = StepProfile
     seconds: float
 
     def execute(self, context: RunContext) -> StepProfile:
-        """Profile as one worker; the result is rank 0's."""
+        """Profile as one worker; return rank 0's result on every rank."""
         end_at_once()
         context.storage = None
         replica = build_replica(self.load_task(), self.config, context)
@@ -125,7 +145,7 @@ class ProfileJob(Job[StepProfile]):
 
 
 def profile_steps(replica: Replica, seconds: float) -> StepProfile:
-    """Time a replica's steps for about `seconds`. Every rank must call it."""
+    """Time a replica's steps, about `seconds` per measurement; a collective."""
     group = replica.group
     device = replica.device
     model = replica.step.forward.model
@@ -137,7 +157,9 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         clock.reads.clear()
         count = group.first(max(_FEWEST_TRACED, int(seconds / each_s)))
         step_s = steps.time_s(count)
-        reads = {place: read_s / count for place, read_s in clock.reads.items()}
+        reads = {
+            place: read_s / count for place, read_s in clock.reads.items()
+        }
         parts = steps.parts_s(count)
         busy_s = _busy_s(steps) if device.type == "cuda" else None
         own_s = [step_s]
@@ -146,8 +168,8 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
             with no_sync(model):
                 alone = steps.parts_s(count)
             own_s = group.gather(sum(alone.values()) - alone[_SENT])
-            # A rank waits for other ranks first, then for the sums. DDP does so in the
-            # backward pass.
+            # A rank waits for other ranks first, then for the sums. With DDP
+            # both waits are part of the backward pass.
             shared_s = max(0.0, sum(parts.values()) - own_s[group.rank])
             in_backward_s = max(0.0, shared_s - parts[_SENT])
             parts["backward"] = max(0.0, parts["backward"] - in_backward_s)
@@ -155,7 +177,8 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
             parts[_SENT] = shared_s - parts[_WAITED]
     of_ranks = group.gather(parts)
     mean_parts = {
-        name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
+        name: statistics.fmean(of_rank[name] for of_rank in of_ranks)
+        for name in parts
     }
     profiled = StepProfile(
         step_s=step_s,
@@ -170,10 +193,10 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
 
 
 class PartClock:
-    """Measures seconds by part of a step, while it is on.
+    """Measures seconds by part of a step, while the clock is on.
 
-    At any time exactly one part is charged, so the parts add up to the step. If the
-    device is asynchronous, each change of part waits for it.
+    At any time exactly one part is charged, so the parts add up to the step.
+    If the device is asynchronous, each change of part waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,7 +204,8 @@ class PartClock:
         self.is_on = False
         self.seconds = defaultdict[str, float](float)
         self.reads = defaultdict[str, float](float)
-        """Seconds of the task's host reads by place, measured while the clock is off.
+        """Seconds of the task's host reads by place, measured while the clock
+        is off.
         """
         self._parts = ["host"]
         self._since = time.perf_counter()
@@ -194,7 +218,7 @@ class PartClock:
         self._since = time.perf_counter()
 
     def charge(self) -> None:
-        """Charge the time since the last change to the current part."""
+        """Charge the current part with the time since the last charge."""
         if self.is_on:
             synchronize(self.device)
             now = time.perf_counter()
@@ -203,7 +227,7 @@ class PartClock:
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Charge a block (as a decorator: each call) to a part.
+        """Charge the time of a block, or of a decorated function's calls, to a part.
 
         Nested blocks of other parts are left out.
         """
@@ -217,7 +241,7 @@ class PartClock:
 
 
 class Steps:
-    """Takes a replica's steps as training does, but nothing in between them."""
+    """Takes a replica's steps as training does, with nothing else between them."""
 
     def __init__(self, replica: Replica, clock: PartClock) -> None:
         self.replica = replica
@@ -231,7 +255,7 @@ class Steps:
         feed = replica.train_feed
         size = sampler.batches.size(0)
         count = min(max(1, sampler.length // size), _MOST)
-        ahead = 0  # rows: a stream only goes forward
+        ahead = 0  # rows that an epoch advances: a stream cannot go back
         if isinstance(feed.dataset, Stream):
             feed.dataset.begin(0, None, None)
             ahead = count * size
@@ -240,7 +264,9 @@ class Steps:
             rows = []
             each_sizes = []
             for step in range(count):
-                plan = sampler.plan(step, replica.microbatch_size, replica.even)
+                plan = sampler.plan(
+                    step, replica.microbatch_size, replica.even
+                )
                 rows += [of_piece + epoch * ahead for of_piece in plan[0]]
                 each_sizes.append(plan[1])
             batches = feed.batches(rows, training=True)
@@ -278,12 +304,16 @@ class Steps:
             self.take()
         self.clock.charge()
         self.clock.is_on = False
-        return {name: self.clock.seconds[name] / count for name in [*_PARTS, _SENT]}
+        return {
+            name: self.clock.seconds[name] / count for name in [*_PARTS, _SENT]
+        }
 
 
 def _busy_s(steps: Steps) -> float:
     """Return the time per step during which GPU kernels run."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CUDA], acc_events=True
+    ) as recorded:
         steps.time_s(_FEWEST_TRACED)
     busy_us: float = sum(
         event.self_device_time_total for event in recorded.key_averages()
@@ -293,16 +323,17 @@ def _busy_s(steps: Steps) -> float:
 
 @contextlib.contextmanager
 def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
-    """Within the block, time the parts of steps and the task's reads of the device.
+    """Within the block, time the parts of steps and the task's reads from the device.
 
-    The timed functions are patched for the block only, and never in training.
+    The timed functions are patched for the block only.
     """
     feed = replica.train_feed
     timed: list[tuple[Any, str, str]] = [
         (Copies, "begin", "copy"),
         (torch.autograd, "backward", "backward"),
     ]
-    for optimizer in optimizers_of(replica.optimizer):  # phases step each by itself
+    # Phases step the optimizers separately.
+    for optimizer in optimizers_of(replica.optimizer):
         timed.append((optimizer, "step", "optimizer"))
     if feed._transform is not None:
         timed.append((feed, "_transform", "transform"))
@@ -320,7 +351,9 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
         yield
 
 
-def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., Any]:
+def _timed_read(
+    clock: PartClock, method: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wrap a tensor method to time the task's calls of it."""
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +382,9 @@ class Gain(Answer):
     @staticmethod
     def of(old_s: list[float], new_s: list[float]) -> Gain:
         """Compute the gain from the old and new seconds per step of each round."""
-        logs = [math.log(new / old) for old, new in zip(old_s, new_s, strict=True)]
+        logs = [
+            math.log(new / old) for old, new in zip(old_s, new_s, strict=True)
+        ]
         mean = statistics.fmean(logs)
         error = statistics.stdev(logs) / math.sqrt(len(logs))
         half = student_t(len(logs) - 1, 0.975) * error
@@ -358,18 +393,20 @@ class Gain(Answer):
         return Gain(1 - math.exp(mean), low, high)
 
     def __str__(self) -> str:
-        how = "less" if self.value >= 0 else "more"
-        return f"{abs(self.value):.0%} {how} time a step ({self.low:.0%} to {self.high:.0%} less)"
+        how, ends = "less", (self.low, self.high)
+        if self.value < 0:
+            how, ends = "more", (-self.high, -self.low)
+        return f"{abs(self.value):.0%} {how} time per step (95 % interval {ends[0]:.0%} to {ends[1]:.0%} {how})"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that takes time, and what may reduce it."""
+    """Something that takes time, and what may reduce that time."""
 
     kind: str
     share: float
-    """The share of the run's time that it takes; what a change saves of it is only
-    known after running both.
+    """The share of the run's time that the cause takes; a change may save
+    less.
     """
     words: str
     changes: Tree = field(default_factory=dict)
@@ -377,7 +414,7 @@ class Cause:
     fix: str = ""
     """What else helps."""
     gain: Gain | None = None
-    """The gain measured by running both."""
+    """The measured gain of `changes`."""
 
     def lines(self) -> Iterator[str]:
         """Yield the cause as lines for the user."""
@@ -390,11 +427,13 @@ class Cause:
             yield f"    measured side by side: {self.gain}"
 
 
-def run_shares(result: RunResult | None, profile: StepProfile | None) -> Shares:
+def run_shares(
+    result: RunResult | None, profile: StepProfile | None
+) -> Shares:
     """Return the shares of the last launch's time, which add up to 1.
 
-    Without a result, only the profile's shares are returned; without a profile, steps
-    are one share.
+    Without a result, only the profile's shares are returned; without a
+    profile, steps are one share.
     """
     inside = profile.shares() if profile is not None else {}
     if result is None:
@@ -422,7 +461,7 @@ def name_causes(
     shares = run_shares(result, profile)
     found = list(_of_records(result, shares)) if result is not None else []
     if profile is not None:
-        # Shares of a step, as shares of the run.
+        # The share of the run's time that is spent in steps.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
         found += _of_steps(config, profile, shares, of_run)
     worth = [cause for cause in found if cause.share > WORTH]
@@ -436,9 +475,15 @@ def _training_s(result: RunResult) -> float:
 
 def _compiling_s(result: RunResult) -> float:
     """Return by how many seconds compilation prolonged a run's steps."""
-    if result.compile is None or result.throughput is None or result.earlier_time_s:
+    if (
+        result.compile is None
+        or result.throughput is None
+        or result.earlier_time_s
+    ):
         return 0.0
-    return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
+    return max(
+        0.0, _training_s(result) - result.steps * result.throughput.step_time_s
+    )
 
 
 def _of_steps(
@@ -450,44 +495,51 @@ def _of_steps(
     workers = config.data.num_workers
     words = f"steps wait for their batches, loaded with `data.num_workers: {workers}`"
     changes: Tree = {"data.num_workers": max(2, 2 * workers)}
-    fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
+    fix = "make `__getitems__` of the dataset fetch a whole batch, or move the data closer"
     yield Cause("slow loader", shares.get("data", 0.0), words, changes, fix)
     words = "the task's transform() runs in the training process"
-    fix = "do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers`: beside the steps"
+    fix = "move it to the dataset's `__getitems__` or to collate(), and set `data.num_workers`, to run it during the steps"
     yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
 
     places = sorted(profile.reads, key=lambda place: -profile.reads[place])[:3]
-    words = f"the host waits for the device where the task reads its values: {', '.join(places)}"
+    words = f"the host waits for the device where the task reads values from it: {', '.join(places)}"
     fix = "keep values on the device (`metrics()` sums them there)"
     yield Cause(
-        "hidden synchronisation", of_step(sum(profile.reads.values())), words, fix=fix
+        "hidden synchronisation",
+        of_step(sum(profile.reads.values())),
+        words,
+        fix=fix,
     )
 
     usual_s = statistics.median_low(profile.own_s)
     slowest_s = max(profile.own_s)
-    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s / usual_s:.2f} times as long for its own part of a step"
-    fix = "look at that rank's node, or leave it out by `scaling.label_selector`"
-    yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=fix)
+    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s / usual_s:.2f} times as long as the median rank for a step, without waits for other ranks"
+    fix = "check that rank's node, or exclude it with `scaling.label_selector`"
+    yield Cause(
+        "straggling rank", of_step(slowest_s - usual_s), words, fix=fix
+    )
 
     words = "steps wait for gradients to be added up over the ranks"
-    fix = "a larger global_batch_size sends them less often"
+    fix = "raise `global_batch_size`, so that gradients are sent less often"
     yield Cause("slow all-reduce", shares.get(_SENT, 0.0), words, fix=fix)
 
     if profile.busy_s is not None:
         idle = of_step(max(0.0, profile.step_s - profile.busy_s))
         for name in ("data", "copy", _SENT, _WAITED):
             idle -= shares.get(name, 0.0)
-        words = "the GPU is idle until the host has issued its work"
-        fix = "a larger global_batch_size gives each call more to do; so may `cuda_graphs: auto`"
+        words = "the GPU is idle while the host issues work"
+        fix = "raise `global_batch_size`, so that each call has more work, or try `cuda_graphs: auto`"
         yield Cause("host-bound small batches", idle, words, fix=fix)
 
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":
-        words = f"a step goes through in {profile.accumulation} microbatches of {config.microbatch_size} samples"
+        words = f"a step is split into {profile.accumulation} microbatches of {config.microbatch_size} samples"
         changes = {"microbatch_size": "auto"}
         yield Cause("microbatch too small", computing, words, changes)
     if profile.device == "cuda" and config.precision == "fp32":
-        words = "fp32 on a GPU, which multiplies faster in bf16 (from Ampere on)"
+        words = (
+            "the GPU computes in fp32; GPUs from Ampere on are faster in bf16"
+        )
         yield Cause("wrong precision", computing, words, {"precision": "bf16"})
 
 
@@ -500,48 +552,52 @@ def _of_records(result: RunResult, shares: Shares) -> Iterator[Cause]:
         yield Cause("evaluation too often", share, words, fix=fix)
     if pauses.checkpoints > 1:
         words = f"{pauses.checkpoints} checkpoints"
-        fix = "`checkpoint.async: true` writes beside the steps; or raise `checkpoint.every_s`"
+        fix = "set `checkpoint.async: true`, which writes during the steps, or raise `checkpoint.every_s`"
         share = shares.get("checkpoints", 0.0)
         yield Cause("checkpoint stalls", share, words, fix=fix)
-    words = "graphs are compiled, again for each new shape of a batch"
-    fix = "`TORCH_LOGS=recompiles` says why; give the model batches of one shape (`drop_last: true`, padding), or set `compile: off`"
+    words = "graphs are compiled, and again for each new shape of a batch"
+    fix = "see why with `TORCH_LOGS=recompiles`; give the model batches of one shape (`drop_last: true`, padding), or set `compile: off`"
     yield Cause("compiling", shares.get("compiling", 0.0), words, fix=fix)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that is to be explained."""
+    """The run to explain."""
 
     location: str
-    """A run's URI, or a YAML file, which has no records."""
+    """A run's URI, or a YAML file."""
     directory: Path | None
     config: TrainConfig
     result: RunResult | None = None
-    """None if the run is still going on, or has failed."""
+    """None for a YAML file, or a run that has not ended or has failed."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where a run's time goes, and what takes it."""
+    """Where a run's time goes, and why."""
 
     uri: str
     shares: Shares
-    """Of the run's time, by part; they add up to 1."""
+    """Shares of the run's time by part; they add up to 1."""
     causes: list[Cause]
     """The largest share first."""
     notes: list[str]
-    """What the ranks' own figures show, and why there is no profile."""
+    """What the ranks' figures show; also why there is no profile, if there is none."""
 
     def __str__(self) -> str:
         lines = [f"{self.uri}: where the time goes"]
-        for name, share in sorted(self.shares.items(), key=lambda item: -item[1]):
+        for name, share in sorted(
+            self.shares.items(), key=lambda item: -item[1]
+        ):
             lines.append(f"  {share * 1e2:5.1f} %  {name}")
         lines += self.notes
         for number, cause in enumerate(self.causes, 1):
             head, *rest = cause.lines()
             lines += [f"{number}. {head}", *rest]
         if not self.causes:
-            lines.append(f"nothing that can be named takes more than {WORTH:.0%}")
+            lines.append(
+                f"no known cause takes more than {WORTH:.0%} of the time"
+            )
         return "\n".join(lines)
 
 
@@ -567,8 +623,9 @@ def explain(
 ) -> Explanation:
     """Explain a run.
 
-    Workers started by `launcher` take steps of it for about `seconds`. With `verify`,
-    the changed configurations run beside the old one. Nothing is written to the run.
+    Workers started by `launcher` take steps of the run; each measurement takes
+    about `seconds`. With `verify`, the changes for each of the first three
+    causes that have any are measured against the old configuration.
     """
     result = subject.result
     notes = []
@@ -588,11 +645,13 @@ def explain(
             _verified(cause, spec, steps, workers) if cause in tried else cause
             for cause in causes
         ]
-    return Explanation(subject.location, run_shares(result, measured), causes, notes)
+    return Explanation(
+        subject.location, run_shares(result, measured), causes, notes
+    )
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """Return the run as workers can measure it: all of them, the largest batch."""
+    """Return the run to measure, with all its workers and its largest batch."""
     config = subject.config
     changes = {
         "scaling.num_workers": config.scaling.max_workers,
@@ -618,7 +677,11 @@ def _verified(
         job = CompareJob(**asdict(spec), new=new, steps=steps)
         return replace(cause, gain=workers(job))
     except PacelineError as error:
-        logger.warning("%s could not be run: %s", cause.changes, first_line(error))
+        logger.warning(
+            "the change %s could not be measured: %s",
+            cause.changes,
+            first_line(error),
+        )
         return cause
 
 
@@ -628,12 +691,12 @@ class CompareJob(Job[Gain]):
 
     answer = Gain
     new: Tree
-    """The changed configuration, like `tree`."""
+    """The changed configuration, in the form of `tree`."""
     steps: int
     """Steps in one turn."""
 
     def execute(self, context: RunContext) -> Gain:
-        """Measure as one worker; the result is rank 0's."""
+        """Measure as one worker; return rank 0's result on every rank."""
         end_at_once()
         context.storage = None
         old_s: list[float] = []
@@ -646,7 +709,7 @@ class CompareJob(Job[Gain]):
         return Gain.of(old_s, new_s)
 
     def _step_s(self, tree: Tree, context: RunContext) -> float:
-        """Build the replica anew, and return the mean time of its steps on rank 0."""
+        """Build a new replica; return the mean time of its steps on rank 0."""
         torch.compiler.reset()  # each turn compiles as a run does
         spec = replace(self, tree=tree)
         replica = build_replica(spec.load_task(), spec.config, context)

@@ -1,8 +1,8 @@
 """Use what was trained: open a run on storage, evaluate, predict, export.
 
-It uses one worker in this process, or `--scaling.num_workers N` of them. Everything
-else is as the run was trained, so on the same hardware the figures of its own
-evaluation are reproduced to the last bit.
+One worker in this process does the work, or N with `--scaling.num_workers N`.
+Everything else is as in training, so on the same hardware an evaluation
+reproduces the run's figures to the last bit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from trainers.config import TrainConfig
 from trainers.config.model import Tree, build, override
 from trainers.context import RunContext
 from trainers.data.feed import Feed
-from trainers.data.sampler import same_rows_on_ranks
-from trainers.data.stream import Rereadable, same_on_ranks
 from trainers.devices.device import (
     drawn_alike,
     resolve_device,
@@ -60,10 +58,14 @@ from trainers.launch.spec import (
     open_run,
     read_mapping,
 )
-from trainers.loop.data import tell_samples
+from trainers.loop.data import load_same, tell_samples
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
-from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
+from trainers.model.precision import (
+    PrecisionSpec,
+    apply_matmul,
+    resolve_precision,
+)
 from trainers.model.state import (
     add_buffers,
     check_frozen,
@@ -80,13 +82,13 @@ from trainers.step.evaluation import evaluate, too_large
 from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.storage import Storage, storage_uri
-from trainers.task import Task, load_split, task_feed
+from trainers.task import Task, task_feed
 
 logger = logging.getLogger(__name__)
 
 _INDEX = "index"
-_WINDOW = 16  # batches of a rank between two meetings of all ranks: a row group
-_TRIED = 2  # samples of a pass that is thrown away
+_WINDOW = 16  # batches that a rank runs between two meetings of all ranks
+_TRIED = 2  # samples of the throw-away pass
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,18 @@ class SavedCheckpoint:
     name: str
     manifest: Manifest
     state: State
-    """As trainers/checkpoint/run_state.py wrote it, on the CPU; of a sharded one the
-    model's and the task's tensors.
+    """The state that trainers/checkpoint/run_state.py wrote, on the CPU; from
+    a sharded checkpoint, only the tensors of model and task are read.
     """
 
 
-def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheckpoint:
+def read_checkpoint(
+    run: Storage, config: TrainConfig, which: str
+) -> SavedCheckpoint:
     """Read a run's checkpoint `newest`, `best` or `step-123`.
 
-    Raises ConfigError if there is none, and CheckpointError if it contains more than
-    tensors and plain data.
+    Raises ConfigError if there is no such checkpoint, and CheckpointError if
+    the checkpoint contains more than tensors and plain data.
     """
     trained_as = read_mapping(run, MARK)  # `config` may have another precision
     keep = config.checkpoint
@@ -113,8 +117,11 @@ def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheck
     try:
         name = archive.choose(which)
     except CheckpointError as error:
+        rule = f"cannot be read: {error}"
         fix = "give newest, best or step-N"
-        raise ConfigError("--checkpoint", which, str(error), fix) from error
+        if archive.newest() is None:
+            fix = "resume the run until it has written a checkpoint"
+        raise ConfigError("--checkpoint", which, rule, fix) from error
     state = read_trained(archive, name)
     return SavedCheckpoint(name, archive.manifest(name), state)
 
@@ -122,16 +129,19 @@ def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheck
 def read_trained(archive: Archive, name: str) -> State:
     """Return a checkpoint's state, with the whole tensors of model and task.
 
-    Other tensors may be on the meta device: only continued training needs them.
+    Other tensors may be on the meta device: only continued training needs
+    them.
 
-    Raises CheckpointError if it is not a valid checkpoint.
+    Raises CheckpointError if `name` is not a valid checkpoint.
     """
     state, rows = archive.read_state(name)
     try:
         check_state(state, name)
     except CheckpointError as error:
         where = archive.storage.locate(name)
-        raise CheckpointError(f"checkpoint {where} cannot be used: {error}") from None
+        raise CheckpointError(
+            f"checkpoint {where} cannot be used: {error}"
+        ) from None
     if rows is not None:
         for section in ("model", "task"):
             state[section] = rows.fill(state[section])
@@ -139,18 +149,18 @@ def read_trained(archive: Archive, name: str) -> State:
 
 
 def export(location: str, out: str, which: str = "newest") -> str:
-    """Write the model of a checkpoint to `out`, a file or URI; say what was written.
+    """Write a checkpoint's model to `out`, a file or URI; return a line about it.
 
-    The names are those of the task's bare model. Tensors that share memory are written
-    under each of their names, so that `load_state_dict` takes the file as it is. Raises
-    ConfigError, CheckpointError, StorageError.
+    Tensors are named as in the task's bare model. Tensors that share memory
+    are written under each of their names, so that `load_state_dict` accepts
+    the file as it is. Raises ConfigError, CheckpointError, StorageError.
     """
     checkpoint = read_checkpoint(*open_run(location), which)
     model = checkpoint.state["model"]
     weights = {name: _own(name, value) for name, value in model.items()}
     manifest = checkpoint.manifest
     described = {
-        "format": "pt",  # what other readers ask for
+        "format": "pt",  # other readers expect it
         "task": manifest.config["task"],
         "step": str(manifest.step),
         "metrics": json.dumps(manifest.metrics),
@@ -159,7 +169,9 @@ def export(location: str, out: str, which: str = "newest") -> str:
     try:
         data = safetensors.torch.save(weights, described)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        words = f"the model of {checkpoint.name} cannot be written as safetensors"
+        words = (
+            f"the model of {checkpoint.name} cannot be written as safetensors"
+        )
         raise CheckpointError(f"{words}: {error}") from error
     target = Storage(storage_uri(out))
     target.parent.write(target.name, data)
@@ -171,9 +183,9 @@ def export(location: str, out: str, which: str = "newest") -> str:
 
 
 def _own(name: str, value: object) -> Tensor:
-    """Return a contiguous copy of a tensor, as safetensors needs it."""
+    """Return a contiguous copy of a tensor, as safetensors requires."""
     if not isinstance(value, Tensor):
-        words = f"the model cannot be written as safetensors: {name} is no tensor"
+        words = f"the model cannot be written as safetensors: {name} is not a tensor"
         raise CheckpointError(words)
     return value.detach().clone(memory_format=torch.contiguous_format)
 
@@ -183,14 +195,14 @@ class InferenceResult(Answer):
     """The result of one pass over a split."""
 
     checkpoint: str
-    """Where it is."""
+    """The checkpoint's location."""
     step: int
     split: str
     samples: int
     metrics: dict[str, float]
     """Named after the split (`val_loss`); empty for predictions."""
     time_s: float
-    """Of the pass alone, without building and loading the model."""
+    """Time of the pass, without building and loading the model."""
     world_size: int
     device: str
     precision: str
@@ -203,7 +215,9 @@ class InferenceResult(Answer):
         ]
         for name, value in sorted(self.metrics.items()):
             lines.append(f"{name} {value!r}")
-        speed = f"{self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s"
+        speed = (
+            f"{self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s"
+        )
         workers = counted(self.world_size, "worker")
         lines.append(f"{speed}; {workers}, {self.device}, {self.precision})")
         if self.out:
@@ -213,7 +227,7 @@ class InferenceResult(Answer):
 
 @dataclass(frozen=True)
 class Inference(Job[InferenceResult]):
-    """One pass over a split, which writes predictions to `out`, or else evaluates."""
+    """One pass over a split: writes predictions to `out`; if `out` is None, evaluates."""
 
     answer = InferenceResult
     split: str
@@ -230,7 +244,8 @@ class Inference(Job[InferenceResult]):
 def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     """Build the model, load the checkpoint and run the pass on this worker.
 
-    Every rank must call it; the results are equal on all ranks, except for the time.
+    Every rank must call it; the results are equal on all ranks, except for the
+    time.
     """
     config = job.config
     device = resolve_device(config.device, context.device_index)
@@ -242,7 +257,7 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
         with drawn_alike(device):
             task.setup()
     group.barrier()
-    dataset = _split_of(task, job, group)
+    dataset = load_same(task, job.split, config.task, group)
     checkpoint, position, model, spec = load_trained(task, group, spec, job)
     step = position["step"]
     with_loss = job.out is None
@@ -260,7 +275,8 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     with contextlib.closing(feed):
         group.barrier()
         began = time.perf_counter()
-        with torch.no_grad():  # a model may differentiate in its forward: forces
+        # Not inference_mode: a forward may compute gradients, e.g. forces.
+        with torch.no_grad():
             metrics = _pass(job, forward, feed, group, step, together)
         synchronize(device)
         group.barrier()
@@ -284,13 +300,18 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
 def _communicates(
     forward: ForwardPass, dataset: Any, with_loss: bool, group: Group
 ) -> bool:
-    """Return whether the task's forward or loss is a collective, as a pass shows."""
+    """Run a throw-away pass; return whether the forward or the loss is a collective."""
     if group.world_size == 1:
         return False
     watch = CollectiveWatch()
     rows = torch.arange(min(_TRIED, len(dataset)))
-    says_it_better = contextlib.suppress(Exception)  # the pass itself
-    with throwaway(forward, dataset=dataset), says_it_better, torch.no_grad(), watch:
+    says_it_better = contextlib.suppress(Exception)  # the real pass does
+    with (
+        throwaway(forward, dataset=dataset),
+        says_it_better,
+        torch.no_grad(),
+        watch,
+    ):
         forward(forward.read(dataset, rows, training=False), with_loss)
     return any(group.gather(watch.seen))
 
@@ -305,51 +326,40 @@ def _pass(
 ) -> dict[str, float]:
     """Evaluate, or write predictions; return the metrics, named after the split.
 
-    `together` says that all ranks have to run equally many forwards.
+    `together` says that all ranks must run equally many forwards.
     """
     config = job.config
     size = config.evaluate.microbatch_size
     if job.out is not None:
-        about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
+        about = {
+            "task": config.task,
+            "split": job.split,
+            "checkpoint": f"step-{step}",
+        }
         predict(forward, feed, size, group, Storage(job.out), about, together)
         return {}
     seeds = (config.seed, step)
-    figures = evaluate(forward, feed, size, group, seeds=seeds, collective=together)
+    figures = evaluate(
+        forward, feed, size, group, seeds=seeds, collective=together
+    )
     return {
         f"{job.split}_{name.removeprefix('val_')}": value
         for name, value in figures.items()
     }
 
 
-def _split_of(task: Task, job: Inference, group: Group) -> Any:
-    """Return the dataset of the job's split; ConfigError unless ranks agree on it."""
-    dataset = load_split(task, job.split, training=False, device=group.device)
-    if isinstance(dataset, Rereadable):
-        same_on_ranks(dataset, group, job.config.task)
-    rule = ""
-    if dataset is None:
-        rule = "is none of this task's: dataset() gives None"
-    elif not hasattr(dataset, "__len__") or len(dataset) == 0:
-        rule = "has no sample, or a dataset without length"
-    if rule:
-        raise ConfigError("--split", job.split, rule, "name another split")
-    if not isinstance(dataset, Rereadable):
-        same_rows_on_ranks(job.split, dataset, group)
-    return dataset
-
-
 def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
-    """Warn if the validation split had other samples in training."""
+    """Warn if the validation split had different samples in training."""
     if held_back and held_back != tell_samples(dataset):
-        words = "dataset('val') gives other samples than in training, which may have trained on these"
-        fix = "let it follow from a seed, and sort what a set or a directory lists"
+        words = "dataset('val') gives other samples than it gave in training, so the model may have been trained on them"
+        fix = "seed the random choices in dataset(), and sort sets and directory listings"
         logger.warning("%s; %s", words, fix)
 
 
 def load_trained(
     task: Task, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, State, nn.Module, PrecisionSpec]:
-    """Return the checkpoint's location and position, the loaded model and precision."""
+    """Load a checkpoint; return its location, its position, the model and precision."""
     config = job.config
     archive = Archive(job.storage)
     if group.rank == 0:
@@ -367,7 +377,10 @@ def load_trained(
     spec = spec.with_layout(config.channels_last, model, group.device)
     model = spec.convert_model(model).to(group.device)
     try:
-        position = {**state["position"], "step": int(state["position"]["step"])}
+        position = {
+            **state["position"],
+            "step": int(state["position"]["step"]),
+        }
         check_frozen(state.get("frozen"), frozen)
         check_dtypes(state["model"], model.state_dict())
         add_buffers(model, state.get("switched", {}), state["model"])
@@ -379,27 +392,30 @@ def load_trained(
     except Exception as error:
         if classify(error) in OUT_OF_MEMORY:
             raise
-        words = " ".join(str(error).split())
+        words = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"checkpoint {where} does not fit this model: {words}"
+            f"checkpoint {where} could not be loaded into this task and model ({words})"
         ) from error
     for module in modules_beside(task, model):
         module.eval()
     return where, position, model.eval(), spec
 
 
-def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
+def run_spec(
+    location: str, overrides: Tree, world_size: int | None
+) -> RunSpec:
     """Return the run at `location` with settings that this machine can execute.
 
-    It has one local worker, unless `overrides` say otherwise.
-
-    `world_size` is given by torchrun. Raises ConfigError.
+    The run has one local worker, unless `overrides` say otherwise or torchrun
+    has started `world_size` workers. Raises ConfigError.
     """
     run, config = open_run(location)
     source = run.locate(MARK)
     if overrides.get("launcher") == "ray":
         fix = "set `launcher: spawn`, or use torchrun"
-        raise ConfigError("launcher", "ray", "only trains", fix, "command line")
+        raise ConfigError(
+            "launcher", "ray", "is for training only", fix, "command line"
+        )
     # The model is whole on every worker, however it was trained.
     changes = {
         "storage_path": run.parent.uri,
@@ -432,18 +448,22 @@ def predict(
 ) -> None:
     """Write the task's `predictions` of every sample to the file `target`.
 
-    `about` becomes the file's metadata. With `together` every rank runs equally many
-    forwards: one that has fewer batches also runs some whose outputs are dropped.
+    `about` becomes the file's metadata. With `together` every rank runs
+    equally many forwards: a rank that has fewer batches also runs some whose
+    outputs are dropped.
 
-    Each rank gets whole batches, in windows, and rank 0 writes each window as it comes:
-    the file is the same, byte for byte, for any number of ranks. Every rank must call
-    it. Raises ConfigError for a value that cannot be a column, and StorageError.
+    Each rank gets windows of whole batches, which rank 0 writes in order: the
+    file is the same, byte for byte, for any number of ranks. Every rank must
+    call this function. Raises ConfigError for a value that cannot be a column,
+    and StorageError.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = torch.arange(length).split(microbatch_size)
-    starts = range(group.rank * _WINDOW, len(batches), _WINDOW * group.world_size)
+    starts = range(
+        group.rank * _WINDOW, len(batches), _WINDOW * group.world_size
+    )
     mine = [batches[start : start + _WINDOW] for start in starts]
-    # Every rank meets the others as often as rank 0, which has the first batch of all.
+    # All ranks meet as often as rank 0 has windows: no rank has more.
     meetings = -(-len(batches) // (_WINDOW * group.world_size))
     mine += [()] * (meetings - len(mine))
     idle = [0] * meetings
@@ -452,7 +472,8 @@ def predict(
             begun = meeting * _WINDOW * group.world_size
             idle[meeting] = min(_WINDOW, len(batches) - begun) - len(part)
     every = [
-        [*part, *batches[:1] * more] for part, more in zip(mine, idle, strict=True)
+        [*part, *batches[:1] * more]
+        for part, more in zip(mine, idle, strict=True)
     ]
     source = feed.batches(list(itertools.chain(*every)), training=False)
     task = forward.task
@@ -464,7 +485,9 @@ def predict(
             outputs, _ = forward(batch, with_loss=False)
         except (RuntimeError, MemoryError) as error:
             if classify(error) in OUT_OF_MEMORY:
-                raise too_large(error, size, group, next_smaller(size)) from error
+                raise too_large(
+                    error, size, group, next_smaller(size)
+                ) from error
             raise
         columns = task.predictions(outputs, batch)
         with _as_table():
@@ -483,9 +506,14 @@ def predict(
 
 def _record(rows: Tensor, columns: dict[str, Tensor]) -> pa.RecordBatch:
     arrays = {}
-    for name, value in {_INDEX: rows, **columns}.items():
+    made = {_INDEX: rows, **columns}
+    if _INDEX in columns:
+        raise ValueError(f"`{_INDEX}` is taken by the sample's number")
+    for name, value in made.items():
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(f"`{name}` is a sparse or nested tensor")
         values = value.detach()
-        # The first is unknown to Arrow, the second to many readers.
+        # Arrow does not know bfloat16, and many readers do not know float16.
         if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()
         array = pa.array(values.cpu().contiguous().view(-1).numpy())
@@ -496,7 +524,9 @@ def _record(rows: Tensor, columns: dict[str, Tensor]) -> pa.RecordBatch:
 
 
 def _write(
-    windows: Iterator[list[pa.RecordBatch]], target: Storage, about: dict[str, str]
+    windows: Iterator[list[pa.RecordBatch]],
+    target: Storage,
+    about: dict[str, str],
 ) -> None:
     """Write each window as a row group."""
     first = next(windows)
@@ -512,18 +542,23 @@ def _write(
 
 @contextlib.contextmanager
 def _as_table() -> Iterator[None]:
-    """Turn what pyarrow says of columns that make no table into a ConfigError."""
+    """Raise ConfigError if pyarrow cannot make a table from the columns."""
     try:
         yield
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        rule = f"makes no table: {error}"
-        fix = "return real tensors with a row a sample, of one shape in every batch"
+    except (
+        AttributeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
+        rule = f"does not form a table: {error}"
+        fix = "return real tensors with one row per sample, of one shape in every batch"
         raise ConfigError("predictions()", MISSING, rule, fix) from error
 
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun(RunResult):
-    """A run, as its `result.json` has it, and its directory."""
+    """The content of a run's `result.json`, and the run's directory."""
 
     uri: str = ""
     """The run's directory."""
@@ -538,7 +573,8 @@ class TrainedRun(RunResult):
     def model(self, checkpoint: str = "newest") -> nn.Module:
         """Return the trained model in evaluation mode, on this process's device.
 
-        `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
+        `checkpoint` is newest, best or step-N. Raises ConfigError if there is
+        none.
         """
         spec = asdict(run_spec(self.uri, {}, None))
         job = Inference(**spec, split="val", which=checkpoint, out=None)

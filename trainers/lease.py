@@ -1,20 +1,22 @@
-"""Leases: only one start at a time writes to a directory, on disks and object stores.
+"""Leases: of all starts of a run or sweep, one at a time writes to its directory.
 
-`lease.json` names the holder: a token, the process, and a count that a thread of the
-holder raises every five seconds. If a new start finds a lease
+`lease.json` names the holder: a token, the process, and a count that a thread
+of the holder raises every five seconds. A new start that finds a lease
 
-- of a process on this machine that has ended, it takes the lease over at once;
-- of a process on this machine that is alive, it is refused;
-- of any other process, or one that cannot be read, it is refused if the count changes
-  within 30 s, and otherwise takes the lease over.
+- of an ended process on this machine takes the lease over immediately;
+- of a live process on this machine is refused;
+- of any other process, or with damaged content, is refused if the count
+  changes within 30 s, and otherwise takes the lease over.
 
-Clocks of different machines are never compared. On a local directory two starts never
-both create a lease (O_EXCL). Elsewhere, since pyarrow has no conditional put, and in a
-takeover, the lease is written and read again a second later: the last writer has it. If
-a delayed process has written since, the fence decides: before every write or deletion
-in the run's directory, any of its processes reads the lease, and raises LeaseError if
-it is gone or belongs to another start. So a process that has lost the lease starts no
-write after half a second, and only finishes a file that it had begun.
+Clocks of different machines are never compared. On a local directory two
+starts never both create a lease (O_EXCL). Elsewhere (pyarrow has no
+conditional put) and in a takeover, a start writes the lease and reads it again
+a second later: the last writer holds it. If a delayed process writes even
+later, the fence protects the run: before a write or deletion in the run's
+directory, each process of the run reads the lease, unless it did so within the
+last half second, and raises LeaseError if the lease is gone or belongs to
+another start. So a process that has lost the lease starts no write after half
+a second; it may only finish a file that it had begun.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainers.errors import (
+    MISSING,
     ConfigError,
     LeaseError,
     StorageError,
@@ -49,8 +52,8 @@ STALE_S = 30.0
 SETTLE_S = 1.0
 _LOOK_S = 1.0
 _TRUSTED_S = 0.5
-"""How long a check of the lease stays valid: shorter than SETTLE_S, after which a
-newcomer begins to write.
+"""How long a check of the lease stays valid: shorter than SETTLE_S, after
+which a newcomer begins to write.
 """
 
 
@@ -65,7 +68,7 @@ class Holder:
     token: str
     host: str
     machine: str | None
-    """This boot of this machine, and the namespace of its process ids; None if the
+    """The machine's boot id and the namespace of its process ids; None if the
     system does not tell.
     """
     pid: int
@@ -126,7 +129,9 @@ class Holder:
 def _machine() -> str | None:
     try:
         boot = (
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            Path("/proc/sys/kernel/random/boot_id")
+            .read_text(encoding="ascii")
+            .strip()
         )
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -134,9 +139,11 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started; None if it ended, "" if that cannot be read."""
+    """Return when a process started; None if it has ended, "" if that is unreadable."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         return ""
     state, *rest = stat.rpartition(")")[2].split()
@@ -146,10 +153,10 @@ def _started(pid: int) -> str | None:
 class Fence:
     """Raises LeaseError if `token` no longer holds a directory's lease.
 
-    It is plain data, for every process of a run.
+    A Fence can be pickled for every process of a run.
 
-    `mark` is the file that identifies the directory's kind: if it is missing, the
-    directory was deleted.
+    `mark` is the file that identifies the directory's kind: if it is missing,
+    the directory was deleted.
     """
 
     def __init__(self, storage: Storage, mark: str, token: str) -> None:
@@ -177,7 +184,9 @@ def fenced(storage: Storage, mark: str, token: str) -> Storage:
 
     An empty token means that there is no lease to check.
     """
-    return Storage(storage.uri, Fence(storage, mark, token)) if token else storage
+    return (
+        Storage(storage.uri, Fence(storage, mark, token)) if token else storage
+    )
 
 
 def check_token(storage: Storage, token: str) -> None:
@@ -189,8 +198,17 @@ def check_token(storage: Storage, token: str) -> None:
     if holder is None or holder.token != token:
         by = holder or "another start"
         raise LeaseError(
-            f"{storage.uri} was taken over by {by}: this process writes nothing more to it"
+            f"{storage.uri} was taken over by {by}: this process writes nothing more there"
         )
+
+
+def is_held(storage: Storage) -> bool:
+    """Return whether a process holds the lease, as far as this machine can tell."""
+    data = _read(storage)
+    holder = Holder.read(data) if data is not None else None
+    if holder is None:
+        return False
+    return not holder.is_here or holder.is_alive
 
 
 def _gone(storage: Storage, name: str) -> LeaseError:
@@ -213,12 +231,12 @@ def _read(storage: Storage) -> bytes | None:
 def held(storage: Storage, mark: str) -> Iterator[str]:
     """Hold the lease of a directory during the block, and yield its token.
 
-    Only for the main thread.
+    Use this context in the main thread.
 
-    Raises ConfigError at the start if another process holds the lease or the directory
-    is not writable, and LeaseError at the end if the lease was lost. When the lease is
-    lost, this process receives SIGTERM. If SIGTERM and SIGHUP have no handlers, they
-    end the block as Ctrl-C does.
+    Raises ConfigError at the start if another process holds the lease or the
+    directory is not writable, and LeaseError at the end if the lease was lost.
+    When the lease is lost, this process receives SIGTERM. If SIGTERM and
+    SIGHUP have no handlers, they end the block as Ctrl-C does.
     """
     unheeded = [
         number
@@ -230,7 +248,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
     try:
         storage.prove_writable()
         lease = _Lease(storage)
-        # of starts that are over: what is written from here on is this one's
+        # Files of starts that have ended: from here on only this start writes.
         storage.clear_aside()
         try:
             yield lease.token
@@ -257,11 +275,13 @@ class _Lease:
         while not self._claim():
             pass
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="lease", daemon=True
+        )
         self._thread.start()
 
     def _claim(self) -> bool:
-        """Write the lease if that is allowed; return whether it is ours."""
+        """Write the lease if that is allowed; return whether this process holds it."""
         found = _read(self._storage)
         data = self._holder.write()
         if found is not None and not self._may_take(found):
@@ -302,7 +322,7 @@ class _Lease:
                 raise self._in_use(holder)
         else:
             logger.info(
-                "%s is held by %s: looking for %.0f s whether it is alive",
+                "%s is held by %s: checking for %.0f s whether that process is alive",
                 self._storage.uri,
                 who,
                 STALE_S,
@@ -316,12 +336,14 @@ class _Lease:
                     if holder and new and new.token == holder.token:
                         raise self._in_use(new)
                     return False
-        logger.info("%s is taken over from %s, which has ended", self._storage.uri, who)
+        logger.info(
+            "%s is taken over from %s, which has ended", self._storage.uri, who
+        )
         return True
 
     def _in_use(self, holder: Holder) -> ConfigError:
         rule = f"is in use: {holder}, writes to {self._storage.uri}"
-        fix = "stop it first, or give another `--name`"
+        fix = "stop that process, or give another `--name`"
         return InUseError("name", self._storage.name, rule, fix)
 
     def _beat(self) -> None:
@@ -329,11 +351,15 @@ class _Lease:
         while not self._over.wait(BEAT_S):
             try:
                 check_token(self._storage, self.token)
-                self._holder = replace(self._holder, count=self._holder.count + 1)
+                self._holder = replace(
+                    self._holder, count=self._holder.count + 1
+                )
                 self._storage.write(LEASE, self._holder.write())
             except LeaseError as error:
                 logger.error("%s", error)
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                signal.pthread_kill(
+                    threading.main_thread().ident or 0, signal.SIGTERM
+                )
                 return
             except StorageError as error:
                 logger.warning("the lease could not be renewed: %s", error)
@@ -357,11 +383,12 @@ class _Lease:
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete a directory's content except its lease; ConfigError if it lacks `mark`."""
+    """Delete all files but the lease; ConfigError if there are some, but no `mark`."""
     names = [name for name in storage.names() if name != LEASE]
     if names and mark not in names:
-        rule = f"is not ours to delete: it holds files but no {mark}"
-        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
-    # The mark comes last: cut off, the rest is still ours to delete.
+        rule = f"would delete {storage.uri}, which holds files but no {mark}, so Paceline did not make it"
+        raise ConfigError("--fresh", MISSING, rule, "give another `--name`")
+    # The mark goes last: as long as it exists, an interrupted deletion can be
+    # repeated.
     for name in sorted(names, key=lambda name: name == mark):
         storage.delete(name)

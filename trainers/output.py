@@ -1,7 +1,7 @@
-"""What a command tells: a live line or lines, little (`--quiet`), or `--json`.
+"""How a command reports: a live line, log lines, few lines (`--quiet`), or JSON.
 
-Environment read: TERM, which says dumb of a terminal that nothing can be drawn on;
-RANK, which torchrun sets: one process tells for all of its workers.
+Environment read: TERM, which is dumb for a terminal that cannot be drawn on;
+RANK, which torchrun sets: only rank 0 reports.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 Take = Callable[[Record], None]
 """Receives one record of a run."""
-Quiet = Annotated[bool, Field(description="only warnings, errors and the result")]
+Quiet = Annotated[
+    bool, Field(description="only warnings, errors and the result")
+]
 Json = Annotated[
     bool,
     Field(
         alias="json",
-        description="JSON on standard output, an object a line; all else on standard error",
+        description="JSON on standard output, one object per line; all else on standard error",
     ),
 ]
 PACKAGES = ("trainers", "cluster", "tune")
@@ -51,9 +53,9 @@ def on_terminal() -> bool:
 class Output:
     """How a command reports to its user.
 
-    Within its block, with `as_json`, file descriptor 1 is redirected to standard error,
-    for all output of this process and its children; records are written to the original
-    standard output.
+    Within its block, with `as_json`, file descriptor 1 of this process and its
+    children is redirected to standard error; records are written to the
+    original standard output.
     """
 
     quiet: bool = False
@@ -89,7 +91,7 @@ class Output:
             self.descriptor = 1
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a record, with `--json`; a closed pipe does not end a run."""
+        """Write a record if `--json` is set; a closed pipe does not end the run."""
         if not self.as_json or os.environ.get("RANK", "0") != "0":
             return
         data = json.dumps(as_data(record)).encode() + b"\n"
@@ -99,7 +101,7 @@ class Output:
         except OSError as error:
             self.as_json = False
             logger.warning(
-                "standard output takes no more records (%s): the run goes on without them",
+                "standard output accepts no more records (%s): the run continues without them",
                 error,
             )
 
@@ -132,7 +134,7 @@ class Output:
 
 
 def as_data(value: Any) -> Any:
-    """Convert to data for strict JSON, without secrets, and with null for NaN."""
+    """Convert to data for strict JSON: no secrets, and null for NaN and infinity."""
     if isinstance(value, Mapping):
         return {redact(str(key)): as_data(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -151,7 +153,9 @@ class Sender:
         self._send = send
         self._waiting = deque[Record]()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="records", daemon=True
+        )
         self._thread.start()
 
     def __call__(self, record: Record) -> None:
@@ -167,12 +171,14 @@ class Sender:
         is_over = False
         while not is_over:
             is_over = self._over.wait(_TELL_S)
-            taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            taken = [
+                self._waiting.popleft() for _ in range(len(self._waiting))
+            ]
             if taken:
                 try:
                     self._send(taken)
-                except Exception as error:  # the driver is gone; or Ray says so, as it likes: the run matters more
-                    logger.debug("records are not told any more: %s", error)
+                except Exception as error:  # the driver is gone, which Ray reports in various ways; the run continues
+                    logger.debug("records are no longer sent: %s", error)
                     self._send = lambda records: None
 
 

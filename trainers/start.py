@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainers.config.function import FUNCTION_IDENTITY
-from trainers.config.model import Tree
+from trainers.config.model import Tree, refuse_changes
 from trainers.config.train import IDENTITY
 from trainers.config.yaml import dump_yaml
 from trainers.errors import CheckpointError, ConfigError, StorageError
@@ -48,19 +48,23 @@ if TYPE_CHECKING:
     from trainers.on_ray.trainer import FunctionRun
 
 
-def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | FunctionRun:
-    """Train, or go on from the run's newest checkpoint: what `python -m trainers` does.
+def train(
+    run: Given, *, fresh: bool = False, **keys: Any
+) -> TrainedRun | FunctionRun:
+    """Train, or resume from the newest checkpoint, as `python -m trainers` does.
 
-    Args: run: The file of a run (a path or URI), a mapping of its keys, a Task class,
-        which may be a notebook's, or a
-            training function of Ray Train's, of which a FunctionRun is returned.
-        fresh: Start anew: delete what the run's directory holds.
-        keys: Keys of the run, in place of those that `run` has: `epochs=3`,
-        `**{"optimizer.lr": 0.1}`.
+    Args:
+        run: The file of a run (a path or URI), a mapping of its keys, a Task
+            class (also one of a notebook), or a training function for Ray
+            Train (then a FunctionRun is returned).
+        fresh: Start over: first empty the run's directory.
+        keys: Keys of the run, which replace those of `run`: `epochs=3`,
+            `**{"optimizer.lr": 0.1}`.
 
-    An interrupt makes the run write a checkpoint and end as `stopped`, and the same
-    call goes on. Raises ConfigError where a value cannot be used, RunFailedError where
-    training failed. Under torchrun every worker must call it.
+    An interrupt makes the run write a checkpoint and end as `stopped`; the
+    same call then resumes it. Raises ConfigError if a value cannot be used,
+    RunFailedError if training failed. Under torchrun every worker must call
+    `train`.
     """
     check_thread("train()")
     places: list[Path] = []
@@ -78,13 +82,15 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
 
 
 def run_training(
-    spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None
+    spec: RunSpec,
+    fresh: bool,
+    is_command: bool = False,
+    output: Output | None = None,
 ) -> RunResult:
     """Train with the configured launcher, or as a worker of torchrun.
 
     `is_command` says that the process has no other purpose; otherwise its Ray
-    connection, its logging and its garbage collection are left as they were. `output`
-    is how the command reports to its user.
+    connection, its logging and its garbage collection are left as they were.
     """
     output = output or Output()
     is_torchrun = torchrun_world_size() is not None
@@ -106,7 +112,7 @@ def run_training(
         result: RunResult | None = None
         if rank == 0:
             token = stack.enter_context(held(spec.storage, MARK))
-            if not fresh:  # before a cluster starts for it
+            if not fresh:  # before a cluster is started
                 result = _find_result(spec)
         if result is None:
             device_type = check_cluster(spec) if launcher == "ray" else None
@@ -127,11 +133,13 @@ def run_training(
             )
         if result is not None and not is_torchrun:
             anew = "--fresh" if is_command else "fresh=True"
-            logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+            logger.info(
+                "%s is complete already (%s starts it over)", spec.uri, anew
+            )
         else:
             spec = _held(spec, token, output, is_command)
-            # Ray prints what its workers say, amid lines of ours, until the cluster is
-            # left.
+            # Until the cluster is left, Ray prints the output of its workers
+            # between our lines.
             with cluster, _telling(spec, output, rank) as take:
                 job = TrainJob(**asdict(spec))
                 result = launch(job, launcher, rank, is_command, take)
@@ -144,7 +152,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def _held(spec: S, token: str, output: Output, is_command: bool) -> S:
-    """Return the spec to launch, with its lease's token and what to report."""
+    """Return the spec to launch, with its lease's token and how to report."""
     told: Literal["", "line", "json"] = ""
     if is_command and output.is_live:
         told = "line"
@@ -155,7 +163,7 @@ def _held(spec: S, token: str, output: Output, is_command: bool) -> S:
 
 @contextlib.contextmanager
 def _telling(spec: Spec, output: Output, rank: int) -> Iterator[Take | None]:
-    """Yield what takes the run's records, as the spec asks for; else None."""
+    """Yield the receiver of the run's records that the spec asks for, or None."""
     if spec.told == "" or rank > 0:
         yield None
     elif spec.told == "json":
@@ -174,14 +182,13 @@ def train_function(
     is_command: bool = False,
     output: Output | None = None,
 ) -> FunctionRun:
-    """Train with a user's own function, on Ray.
-
-    `is_command` and `output` are as in `run_training`.
-    """
+    """Train with a user's own function, on Ray; see `run_training`."""
     output = output or Output()
     if torchrun_world_size() is not None:
         named = spec.config.train_func
-        rule = "is called by workers of Ray Train, which torchrun does not start"
+        rule = (
+            "is called by workers of Ray Train, which torchrun does not start"
+        )
         fix = "start it without torchrun"
         raise ConfigError("train_func", named, rule, fix, spec.source)
     with without_collection(own_process=is_command):
@@ -194,7 +201,7 @@ def train_function(
         spec.load()
         if spec.config.tracking:
             logger.warning(
-                "`tracking` is for sweeps of a `train_func`: the function itself tells its trackers of a run"
+                "`tracking` is for sweeps of a `train_func`: in a single run, the function itself must report to trackers"
             )
         token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(leaving())
@@ -202,11 +209,16 @@ def train_function(
         stack.enter_context(failing_as_run(0, is_command))
         _prepare_function(spec, fresh)
         spec = _held(spec, token, output, is_command)
-        return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
+        return run_function(
+            spec, stack.enter_context(_telling(spec, output, 0))
+        )
 
 
 def do_on_cluster(job: Job[R]) -> R:
-    """Have the cluster's workers do a job that stores nothing."""
+    """Run a job on the cluster's workers.
+
+    For jobs that write nothing to storage (`explain`).
+    """
     from trainers.on_ray.cluster import leaving
     from trainers.on_ray.trainer import run_job
 
@@ -248,14 +260,15 @@ def _finished(storage: Storage) -> RunResult | None:
             check_kept(storage, result)
             return result
     except (StorageError, CheckpointError) as error:
-        logger.warning("%s; the run goes on from its newest checkpoint", error)
+        logger.warning("%s; the run resumes from its newest checkpoint", error)
     return None
 
 
 def check_kept(storage: Storage, result: RunResult) -> None:
     """Raise an error if the checkpoint that a run ended with does not exist.
 
-    StorageError if it was deleted, CheckpointError if the result is damaged.
+    StorageError if one of the checkpoint's files was deleted, CheckpointError
+    if its manifest is damaged.
     """
     from trainers.checkpoint.manifest import Manifest
 
@@ -269,7 +282,7 @@ def check_kept(storage: Storage, result: RunResult) -> None:
     for file in files:
         if not kept.exists(file):
             raise StorageError(
-                f"the run ended as `{result.status}`, but {kept.locate(file)} was deleted since"
+                f"the run ended as `{result.status}`, but {kept.locate(file)} has since been deleted"
             )
 
 
@@ -278,22 +291,23 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
 
     This process must hold the lease of the directory.
 
-    Raises ConfigError if it contains a run of this name that trained something else.
+    Raises ConfigError if the directory contains a run that trained something
+    else.
     """
     if fresh:
         delete_own(spec.storage, MARK)
     result = _find_result(spec)
     if result is None:
-        # Of a shorter run: it must not be taken for this one's.
+        # The result of a shorter run must not be taken for this run's.
         spec.storage.delete("result.json")
         _keep(spec)
     return result
 
 
 def _find_result(spec: RunSpec) -> RunResult | None:
-    """Return the result of the run if it is complete, and change nothing.
+    """Return the result of the run if it is complete; change nothing.
 
-    Raises ConfigError as `prepare_storage`.
+    Raises ConfigError as `prepare_storage` does.
     """
     if not spec.storage.exists(MARK):
         return None
@@ -316,13 +330,10 @@ def _prepare_function(spec: FunctionSpec, fresh: bool) -> None:
 def _check_same(spec: Spec, keys: Sequence[str]) -> Tree:
     """Return the run's earlier configuration; ConfigError if one of `keys` differs."""
     before = read_mapping(spec.storage, MARK)
-    for key in keys:
-        was = before.get(key)
-        now = spec.tree.get(key)
-        if was != now:
-            rule = f"differs from {was} in {spec.storage.uri}"
-            fix = "train under another `--name`, or start anew with --fresh"
-            raise ConfigError(key, now, rule, fix, spec.source)
+    then = {key: before.get(key) for key in keys}
+    now = {key: spec.tree.get(key) for key in keys}
+    fix = "train under another `--name`, or start over with --fresh"
+    refuse_changes(then, now, spec.storage.uri, fix, spec.source)
     return before
 
 

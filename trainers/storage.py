@@ -1,10 +1,10 @@
 """Storage: a directory of named files on any filesystem of pyarrow.fs.
 
-JSON in it is read back, whoever wrote it, as a type.
+JSON files are checked against a type when they are read.
 
-Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not
-say; PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not
-say); RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
+Environment read: PACELINE_STORAGE, where runs are kept if `storage_path` is
+not set; PACELINE_FILE_MODE, the mode of new files (octal; default 600);
+RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
 """
 
 from __future__ import annotations
@@ -42,9 +42,16 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _WAITS_S = (0.5, 1.0, 2.0)
-# Another try would meet these again.
+# Errors that another try would meet again.
 _FINAL = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+    }
     | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
 _SINGLE_PUTS = "allow_delayed_open"
@@ -54,29 +61,30 @@ _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 def storage_uri(storage_path: str | None) -> str:
     """Return the absolute path or URI of `storage_path`, or of its default.
 
-    Raises ConfigError for a relative path inside a Ray job, which would be in the job's
-    package directory, on one node only, and be deleted with it. Raises it too for
-    syntax that only a shell would expand.
+    Raises ConfigError for a relative path inside a Ray job: it would lie in
+    the job's package directory, which exists on one node only and is deleted
+    with the job. Also raises ConfigError for syntax that only a shell would
+    expand.
     """
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
     if found := re.search(r"\$(\w+|\{[^}]*\}?)", path):
-        # Not expanded here: the same file would mean another place on another machine,
-        # or at its resume.
-        rule = f"holds {found[0]}, which nothing expands"
-        raise _refused(path, rule, "write the place itself")
+        # Not expanded here: the same file would mean another place on another
+        # machine, or when the run resumes.
+        rule = f"contains {found[0]}, which is not expanded here"
+        raise _refused(path, rule, "write the path itself")
     if found := re.match(r"([A-Za-z][\w+.-]+):/(?!/)", path):
         slashes = "///" if found[1].lower() == "file" else "//"
         fix = f"write {found[1]}:{slashes}{path[found.end() :]}"
-        raise _refused(path, "is no URI: two slashes follow its scheme", fix)
+        raise _refused(path, "is not a URI: its scheme needs two slashes", fix)
     if "://" in path:
         return path
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as error:
-        rule = "names the home of nobody"
+        rule = "names the home of an unknown user"
         raise _refused(path, rule, "write the whole path") from error
     if not expanded.is_absolute() and inside_ray_job():
-        rule = "is relative, inside a Ray job, where it would be lost with the job's package"
+        rule = "is relative: inside a Ray job, it would be lost with the job's package"
         fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"
         raise _refused(path, rule, fix)
     return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
@@ -95,13 +103,15 @@ def _file_mode() -> int:
     text = os.environ.get("PACELINE_FILE_MODE", "600")
     if not re.fullmatch("0?[67][0-7][0-7]", text):
         rule = "must be the mode of a file in octal, at least 600"
-        fix = "write 640 for the group of the files, 644 for everybody"
+        fix = (
+            "write 640 to let the files' group read them, or 644 for everybody"
+        )
         raise ConfigError("PACELINE_FILE_MODE", text, rule, fix)
     return int(text, 8)
 
 
 def retrying(action: Callable[P, T]) -> Callable[P, T]:
-    """Try `action` up to four times, but not after a full disk or a missing file."""
+    """Try `action` up to four times, unless it fails for good (a full disk)."""
 
     @functools.wraps(action)
     def tried(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -124,21 +134,23 @@ def retrying(action: Callable[P, T]) -> Callable[P, T]:
 class Storage:
     """Files below one directory.
 
-    A write is complete or absent: a file is written under another name and renamed, an
-    object is put at once.
+    A write is complete or absent: a file is written under another name and
+    renamed; an object appears when its upload is complete.
     """
 
-    def __init__(self, uri: str, guard: Callable[[], None] | None = None) -> None:
-        """Opens nothing yet; `guard` is called before each write and deletion."""
+    def __init__(
+        self, uri: str, guard: Callable[[], None] | None = None
+    ) -> None:
+        """Open nothing yet; `guard` is called before each write and deletion."""
         if holds_secret(uri):
-            rule = "must hold no key or password: where files are is printed, and saved with a run"
-            fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
+            rule = "must hold no key or password, since the URI is printed and saved with the run"
+            fix = "pass it through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
             raise _refused(uri, rule, fix)
         self._guard = guard
         place = uri
         if "://" in uri:
-            # What follows `?` are options of the filesystem (region, endpoint), not
-            # part of the path.
+            # What follows `?` are options of the filesystem (region,
+            # endpoint), not part of the path.
             place = uri.partition("?")[0]
         self._place = place.rstrip("/") or "/"
         self._options = uri.removeprefix(place)
@@ -149,19 +161,22 @@ class Storage:
 
     @functools.cached_property
     def _resolved(self) -> tuple[Any, str]:
-        # Takes 0.1 s, which a mistake in a file need not wait for.
+        # Imported late: it takes 0.1 s, which would delay the report of a
+        # mistake.
         from pyarrow import fs
 
         try:
             if self._place.endswith(":"):
-                raise ValueError("there is no bucket in it")
+                raise ValueError("it names no bucket")
             if "://" not in self.uri:
                 return fs.LocalFileSystem(), self.uri
             if "#" in self.uri:
-                raise ValueError("what follows its `#` would be lost; write %23")
+                raise ValueError(
+                    "what follows its `#` would be lost; write %23"
+                )
             if self.is_local and self._options:
                 raise ValueError(
-                    f"{self._options} means nothing there; write %3F for a question mark in a name"
+                    f"{self._options} has no meaning for files; write %3F for a question mark in a name"
                 )
             return tuple(fs.FileSystem.from_uri(_with_single_puts(self.uri)))
         except (OSError, ValueError) as error:
@@ -201,7 +216,7 @@ class Storage:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Storage]:
-        """Yield the path of a directory beside this one; delete it after the block."""
+        """Yield a sibling directory with a new name; delete it after the block."""
         place = self.parent.child(f"{self.name}-{uuid.uuid4().hex}")
         try:
             yield place
@@ -216,19 +231,23 @@ class Storage:
     def writer(self, name: str) -> Iterator[BinaryIO]:
         """Yield a binary stream; the file only appears if the block succeeds."""
         target = f"{self.path}/{name}"
-        aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
+        aside = (
+            f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
+        )
         if self._guard is not None:
             self._guard()
         with _explained(f"write {self.locate(name)}"):
             if self.is_local:
                 mode = _file_mode()
-                # Who may read the files may enter the directory.
+                # Whoever may read the files may enter the directory.
                 Path(target).parent.mkdir(
                     mode | (mode & 0o444) >> 2, parents=True, exist_ok=True
                 )
                 try:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                    with os.fdopen(os.open(aside, flags, mode), "wb") as stream:
+                    with os.fdopen(
+                        os.open(aside, flags, mode), "wb"
+                    ) as stream:
                         yield stream
                         stream.flush()
                         os.fsync(stream.fileno())
@@ -244,9 +263,10 @@ class Storage:
                     is_whole = True
                     put.close()
                 except BaseException:
-                    # Of an upload that fails what was there before is left, or, where
-                    # only the answer was lost, the new object. What was cut off here
-                    # pyarrow cannot abandon: it becomes an object, which goes at once.
+                    # A failed upload leaves the old object, or the new one if
+                    # only the response was lost. If the block failed, pyarrow
+                    # cannot abandon the upload: closing it creates the object,
+                    # which is then deleted.
                     with contextlib.suppress(OSError):
                         if not is_whole:
                             put.close()
@@ -287,7 +307,9 @@ class Storage:
         try:
             return parse_json(data, kind)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.locate(name)} is damaged: {error}") from None
+            raise CheckpointError(
+                f"{self.locate(name)} is damaged: {error}"
+            ) from None
 
     @retrying
     def info(self, name: str = "") -> Any:
@@ -310,13 +332,16 @@ class Storage:
         base = f"{self.path}/{directory}".rstrip("/")
         with _explained(f"list {self.locate(directory)}"):
             below = fs.FileSelector(base, allow_not_found=True)
-            names = [info.base_name for info in self.filesystem.get_file_info(below)]
+            names = [
+                info.base_name for info in self.filesystem.get_file_info(below)
+            ]
         return sorted(name for name in names if not name.endswith(".tmp"))
 
     def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
         """Delete killed writers' temporary files that were unchanged for `idle_s`.
 
-        Use 0 only if no process can be writing: a live writer's files look the same.
+        Use 0 only if no process can be writing: a live writer's files look the
+        same.
         """
         if not self.is_local:
             return
@@ -332,7 +357,7 @@ class Storage:
         if self._guard is not None:
             self._guard()
         path = f"{self.path}/{name}".rstrip("/")
-        # Another process may be quicker.
+        # Another process may delete it first.
         with (
             _explained(f"delete {self.locate(name)}"),
             contextlib.suppress(FileNotFoundError),
@@ -344,7 +369,7 @@ class Storage:
                 self.filesystem.delete_file(path)
 
     def prove_writable(self) -> None:
-        """Write, read and delete a test file; ConfigError says what is wrong."""
+        """Write, read and delete a test file; raise ConfigError if that fails."""
         name = f".writable.{uuid.uuid4().hex[:8]}.tmp"
         try:
             self.write(name, b"paceline")
@@ -374,7 +399,9 @@ def _explained(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"could not {action}: {first_line(error)}") from error
+        raise StorageError(
+            f"could not {action}: {first_line(error)}"
+        ) from error
 
 
 def parse_json(data: bytes, kind: type[T]) -> T:
@@ -382,7 +409,9 @@ def parse_json(data: bytes, kind: type[T]) -> T:
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
+        raise CheckpointError(
+            f"it is not JSON ({first_line(error)})"
+        ) from None
     return validated(tree, kind)
 
 

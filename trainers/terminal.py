@@ -1,7 +1,7 @@
 """A live region at the bottom of the terminal, below other output; a run's live line.
 
-The cursor stays visible, so that no end of the process, however sudden, can leave it
-hidden.
+The cursor stays visible, so that no end of the process, however sudden, can
+leave it hidden.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class TerminalConsole(Console):
 class _Printed(io.TextIOBase):
     """Replaces a standard stream, and passes on whole lines.
 
-    Of a line that is redrawn, such as a progress bar, it passes on the last state.
+    Of a line that is redrawn, such as a progress bar, it passes on only the
+    last state.
     """
 
     def __init__(self, stream: TextIO, give: Callable[[str], None]) -> None:
@@ -71,7 +72,8 @@ class _Printed(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        # A question, or a word before a long wait; not a line that is drawn over.
+        # Pass on a prompt, or a word before a long wait, but not a line that
+        # is being redrawn.
         if "\r" not in self._open:
             self.finish()
 
@@ -82,8 +84,8 @@ class _Printed(io.TextIOBase):
             self._open = ""
 
     def _tell(self, lines: str) -> None:
-        # A process that was forked has neither the thread that draws nor, maybe, its
-        # lock.
+        # A forked process has no thread that draws, and may find the drawing
+        # lock held forever.
         give = self._give if os.getpid() == self._pid else beside(self._stream)
         give(lines)
 
@@ -102,21 +104,26 @@ def _last_state(line: str) -> str:
 
 
 def beside(stream: TextIO) -> Callable[[str], None]:
-    """Return a function that prints past a live line drawn by another process.
+    """Return a function that prints above a live line drawn by another process.
 
-    It overwrites the live line, which the other process redraws below.
+    The function overwrites the live line, which the other process redraws
+    below.
     """
 
     def give(lines: str) -> None:
-        stream.write("".join(f"{_ERASE_LINE}{line}\n" for line in lines.split("\n")))
+        stream.write(
+            "".join(f"{_ERASE_LINE}{line}\n" for line in lines.split("\n"))
+        )
         stream.flush()
 
     return give
 
 
 @contextlib.contextmanager
-def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
-    """Pass on what Python prints to the terminal, and our log, line by line."""
+def printing(
+    give: Callable[[TextIO], Callable[[str], None]],
+) -> Iterator[None]:
+    """Within the block, pass to `give(stream)` what Python prints or our log writes."""
     names = ["stdout"]
     if sys.stderr is not None and sys.stderr.isatty():
         names.append("stderr")
@@ -170,8 +177,8 @@ class Course:
         self._heard = 0.0
         self._start: Record = {}
         self._first: Record | None = None
-        """The first record of this launch that counts steps; resuming and compiling
-        came before it.
+        """The first record of this launch that counts steps; resuming and
+        compiling came before it.
         """
         self._newest: Record = {}
         self._figures: dict[str, float] = {}
@@ -181,7 +188,7 @@ class Course:
         self._newest = record
         self._heard = time.monotonic()
         if record["record"] == "report":
-            # Of a training function, which may report anything.
+            # A training function may report anything.
             self._figures = {
                 str(name): float(value)
                 for name, value in record["metrics"].items()
@@ -189,14 +196,16 @@ class Course:
             }
             return
         if record["record"] == "start":
-            # Of this launch, or of a group that has started again.
+            # This launch began, or its group has started again.
             self._start = record
             self._first = None
         elif self._first is None:
             self._first = record
         shown = ("train_loss", "val_", "samples_per_s")
         self._figures |= {
-            name: value for name, value in record.items() if name.startswith(shown)
+            name: value
+            for name, value in record.items()
+            if name.startswith(shown)
         }
 
     def left_s(self) -> float | None:
@@ -223,7 +232,9 @@ class Course:
         loss = figures.pop("train_loss", None)
         parts = [self._name]
         if end:
-            parts.append(f"step {newest['step']}/{end} ({newest['step'] / end:.0%})")
+            parts.append(
+                f"step {newest['step']}/{end} ({newest['step'] / end:.0%})"
+            )
         elif not newest:
             parts.append("starting")
         if (left_s := self.left_s()) is not None:
@@ -249,7 +260,7 @@ def clock(time_s: float) -> str:
 
 @contextlib.contextmanager
 def live_line(name: str) -> Iterator[Take]:
-    """Show a run's live line in the block; yield what takes its records."""
+    """Show a run's live line in the block; yield the receiver of its records."""
     course = Course(name)
     with live(TerminalConsole(), course.line):
         yield course.take

@@ -1,6 +1,6 @@
 """What a measurement depends on: installed packages and hardware.
 
-That includes torchao, which may be absent.
+Also imports torchao, which may be absent.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ def package_versions(*names: str) -> dict[str, str]:
 def environment(device: "torch.device") -> dict[str, str]:
     """Collect what a measurement depends on: versions, hardware, git commit.
 
-    It is saved with every run.
+    The report is saved with every run.
     """
-    import torch  # seconds, which what else is here does without
+    import torch  # only here: it takes seconds
 
     report = {"platform": platform.platform(), "cpus": str(os.cpu_count())}
     report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
@@ -64,9 +64,9 @@ def require_package(key: str, name: str, source: str | None = None) -> None:
 
 
 def import_torchao(module: str, key: str, value: str, instead: str) -> Any:
-    """Import a module of torchao, which `value` of the key needs.
+    """Import a module of torchao, which the key's `value` needs.
 
-    Raises ConfigError if it cannot be imported; its fix is to use `instead`.
+    Raises ConfigError if the import fails; the error's fix names `instead`.
     """
     try:
         return importlib.import_module(module)
@@ -75,5 +75,5 @@ def import_torchao(module: str, key: str, value: str, instead: str) -> Any:
             key,
             value,
             f"needs torchao, which cannot be imported here ({first_line(error)})",
-            f"`pip install torchao`, or use {instead}",
+            f"run `pip install torchao`, or use {instead}",
         ) from error

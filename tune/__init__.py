@@ -1,6 +1,7 @@
 """Many training runs: sweep batch size, precision and any other configuration key.
 
-`sweep` runs one, `extend` goes on with it, and `steer` changes one that runs.
+`sweep` runs a sweep, `extend` continues one, and `steer` changes a running
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["extend", "steer", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name only when it is used: `import tune` alone imports no Ray."""
+    """Import a public name only when it is used, so that `import tune` imports no Ray."""
     if name in __all__:
         module = "steer" if name == "steer" else "sweep"
         return getattr(importlib.import_module(f"tune.sweeps.{module}"), name)

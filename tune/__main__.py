@@ -1,14 +1,15 @@
 """Sweep batch size, precision and any other key of a training run.
 
-Keys of the run are `--train.dotted.key value`.
+Keys of the run are written `--train.dotted.key value`.
 
-On a cluster of several nodes a sweep looks at their versions and storage first
+On a cluster of several nodes, a sweep first checks their versions and storage
 (`python -m cluster check`).
 
-Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are not in
-order, or the sweep was cut off (how to resume is said); 2 a value on the command line
-or in the configuration cannot be used, or the sweep never fits the cluster; 130
-interrupted, and how to resume is said.
+Exit codes: 0 the sweep has an answer (`plan`: it fits the cluster); 1 no trial
+ended well, nodes are faulty, or the sweep was cut off; 2 a value on the
+command line or in the configuration cannot be used, or the sweep never fits
+the cluster; 130 interrupted. If the sweep was cut off or interrupted, the
+output says how to resume it.
 """
 
 import os
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config.model import Tree
-from trainers.errors import ConfigError, counted
+from trainers.errors import MISSING, ConfigError, counted
 from trainers.lease import InUseError
 from trainers.output import Output
 from trainers.storage import Storage
@@ -38,7 +39,12 @@ from tune.sweeps.spec import (
     read_sweep,
 )
 from tune.sweeps.steer import known_trials, order_extension, steer_in_words
-from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
+from tune.sweeps.sweep import (
+    SweepInterrupted,
+    SweepResult,
+    run_to_answer,
+    saved_answer,
+)
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
@@ -50,39 +56,50 @@ _Steer = Annotated[
         description="a sweep's directory or URI, and what to do",
     ),
 ]
-_MINUTES = "how long a trial takes; default: the mean of those that ended"
+_MINUTES = "minutes a trial takes; default: the mean of the ended trials"
 
 
 def sweep(
     location: Annotated[
         str,
-        Field(title="SWEEP", description="its file (.yaml) or its directory, or a URI"),
+        Field(
+            title="SWEEP",
+            description="a sweep's file (.yaml) or directory, as path or URI",
+        ),
     ],
     overrides: Tree,
     output: Output,
     *,
     fresh: Annotated[
-        bool, Field(description="start anew: delete what the sweep's directory holds")
+        bool,
+        Field(
+            description="start over: delete what the sweep's directory holds"
+        ),
     ] = False,
     report: Annotated[
         bool,
-        Field(description="write a directory's report from its journal; train nothing"),
+        Field(
+            description="write a sweep's report again, from its journal; train nothing"
+        ),
     ] = False,
     no_check: Annotated[
-        bool, Field(description="do not look at the nodes first")
+        bool, Field(description="do not check the nodes first")
     ] = False,
 ) -> int:
-    """Run a sweep, or go on with what its directory holds.
+    """Run a sweep from its file, or continue the one in a directory.
 
-    The keys that are given for a directory extend its sweep: more points, trials or
-    epochs, another objective. What is known is not trained again. A sweep that is
-    running extends itself once its trials have ended.
+    Keys given with a directory extend its sweep: more values, trials or
+    epochs, another objective. Ended trials are not trained again. A running
+    sweep applies the extension once all of its trials have ended.
     """
     is_directory = report or _is_directory(location)
-    if (is_directory and fresh) or (report and overrides):
-        rule = "goes with no other option" if report else "is not for a directory"
-        key = "--report" if report else "--fresh"
-        raise ConfigError(key, location, rule, "leave out one of them")
+    if report and (fresh or overrides):
+        fix = "leave out `--fresh` and the keys"
+        raise ConfigError("--report", MISSING, "only writes a report", fix)
+    if is_directory and fresh:
+        rule = f"starts a sweep from its file, and {location} is a directory"
+        fix = "leave out `--fresh`, or give the .yaml file"
+        raise ConfigError("--fresh", MISSING, rule, fix)
     if report:
         return _report(location, output)
     if not is_directory:
@@ -95,17 +112,19 @@ def sweep(
         if not overrides:
             raise
         keys = ", ".join(overrides)
-        words = f"{error.rule}; it goes on with {keys} once its trials have ended"
-        output.result(f"the sweep {words}", words, {"status": "running"})
+        then = f"the sweep continues with {keys} once its trials have ended"
+        words = f"the directory {error.rule}; {then}"
+        output.result(words, then, {"status": "running"})
         return 0
 
 
 def steer(words: _Steer, output: Output) -> int:
-    """Stop, clone or hurry a trial of a running sweep, pause the sweep, or list trials.
+    """Stop, clone or prioritize a trial of a sweep, pause the sweep, or list its trials.
 
-    stop TRIAL: it ends at its next evaluation, or never starts. clone TRIAL: run it
-    again, with KEY=VALUE changed. first TRIAL: it runs next. pause: no further trial
-    starts, until go-on. A sweep that is not running does so when it goes on.
+    stop TRIAL: the trial ends at its next evaluation, or never starts. clone
+    TRIAL: the trial runs again, with KEY=VALUE changed. first TRIAL: the trial
+    runs next. pause: no further trial starts until go-on. If the sweep is not
+    running, this takes effect when the sweep is resumed.
     """
     directory, *action = words
     spec = read_kept(directory)
@@ -113,7 +132,9 @@ def steer(words: _Steer, output: Output) -> int:
         trials = known_trials(spec)
         lines = []
         for name, trial in trials.items():
-            lines.append(f"{name}  {trial.status:12}  {in_a_line(trial.config)}")
+            lines.append(
+                f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
+            )
         record = {name: asdict(trial) for name, trial in trials.items()}
         output.result(
             "\n".join(lines), counted(len(trials), "trial"), {"trials": record}
@@ -121,7 +142,7 @@ def steer(words: _Steer, output: Output) -> int:
         return 0
     name = steer_in_words(directory, *action)
     said = f"{action[0]} {name}".rstrip()
-    when = f"done within seconds where the sweep runs, else by `{spec.resume()}`"
+    when = f"done within seconds if the sweep is running, else once `{spec.resume()}` resumes it"
     output.result(f"{said}: {when}", said, {"trial": name})
     return 0
 
@@ -130,12 +151,17 @@ def watch(
     directory: _Directory,
     *,
     port: Annotated[
-        int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")
+        int,
+        Field(
+            ge=0,
+            le=65535,
+            description="port on the loopback; 0: any free port",
+        ),
     ] = 0,
 ) -> int:
-    """Serve the report of a sweep that runs, or has yet to begin, here or elsewhere.
+    """Serve the report of a sweep that runs, or has yet to begin, on any machine.
 
-    Its buttons steer the sweep. Ctrl-C ends the page, not the sweep.
+    The page's buttons steer the sweep. Ctrl-C ends the page, not the sweep.
     """
     from tune.watch import serve
 
@@ -151,7 +177,8 @@ def plan(
     cluster: Annotated[
         str,
         Field(
-            title="CLUSTER.yaml", description="the file of the cluster it would run on"
+            title="CLUSTER.yaml",
+            description="the file of the cluster to plan for",
         ),
     ],
     minutes_per_trial: Annotated[
@@ -174,31 +201,45 @@ def plan(
 def mcp(
     *,
     allow_run: Annotated[
-        bool, Field(description="sweeps may be started, extended and stopped")
+        bool, Field(description="let the agent start, extend and stop sweeps")
     ] = False,
     max_trials: Annotated[
-        int | None, Field(ge=1, title="N", description="of all that it starts")
+        int | None,
+        Field(
+            ge=1,
+            title="N",
+            description="most trials of all sweeps that the agent starts",
+        ),
     ] = None,
     max_usd: Annotated[
-        float | None, Field(gt=0, title="D", description="of all that it starts")
+        float | None,
+        Field(
+            gt=0,
+            title="D",
+            description="most dollars of all sweeps that the agent starts",
+        ),
     ] = None,
     usd_per_hour: Annotated[
         float | None,
-        Field(gt=0, title="P", description="price of all that a sweep holds"),
+        Field(
+            gt=0,
+            title="P",
+            description="price of everything that a sweep occupies",
+        ),
     ] = None,
 ) -> int:
     """Serve sweeps to an agent: the Model Context Protocol on standard input and output.
 
-    --allow-run needs the two limits and the price.
+    --allow-run needs --max-trials, --max-usd and --usd-per-hour.
     """
     require_package("COMMAND", "mcp")
     from tune.mcp import Limits, serve
 
     limits = max_trials, max_usd, usd_per_hour
     if {limit is not None for limit in limits} != {allow_run}:
-        rule = "goes with --max-trials, --max-usd and --usd-per-hour"
+        rule = "must be given with --max-trials, --max-usd and --usd-per-hour"
         raise ConfigError(
-            "--allow-run", allow_run, rule, "give all four of them, or none"
+            "--allow-run", MISSING, rule, "give all four of them, or none"
         )
     granted = Limits(max_trials or 0, max_usd or 0.0, usd_per_hour or 0.0)
     serve(granted if allow_run else None)
@@ -208,7 +249,7 @@ def mcp(
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     functions: dict[str, Callable[..., int]] = {
-        # older names of it, for a directory
+        # older names of the same command, for a directory
         "resume": sweep,
         "extend": sweep,
         "": sweep,
@@ -218,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         "mcp": mcp,
     }
     args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["report"]:  # its older name
+    if args[:1] == ["report"]:  # older name of --report
         args[0] = "--report"
     return run("python -m tune", __doc__, functions, args, SweepConfig)
 
@@ -226,13 +267,13 @@ def main(argv: list[str] | None = None) -> int:
 def _is_directory(location: str) -> bool:
     if "://" in location:
         return Storage(location).exists(SAVED)
-    return os.path.isdir(location)  # noqa: PTH112 (false for what is no path)
+    return os.path.isdir(location)  # noqa: PTH112 (False, never an error)
 
 
 def _report(directory: str, output: Output) -> int:
     spec = read_saved(directory)
     if not spec.config.redraws and not is_complete(spec):
-        print(f"the sweep has not ended: `{spec.resume()}` goes on")
+        print(f"the sweep has not ended: `{spec.resume()}` continues it")
     return _show(saved_answer(spec), output)
 
 
@@ -242,7 +283,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
     except SweepInterrupted as interrupted:
         command = spec.resume()
         kept = counted(interrupted.kept, "trial")
-        words = f"interrupted: {kept} kept; go on with"
+        words = f"interrupted: {kept} kept; continue with"
         if not output.as_json:
             print(f"{words}\n    {command}", flush=True)
         return output.failed("interrupted", f"{words} {command}", 130)
@@ -250,7 +291,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
 
 
 def _show(result: SweepResult, output: Output) -> int:
-    """Print the table, the answer and where things are."""
+    """Print the table, the answer and the paths of files; return the exit code."""
     from rich.console import Console
 
     code = 0 if result.best_yaml is not None else 1
@@ -262,7 +303,9 @@ def _show(result: SweepResult, output: Output) -> int:
         )
     lines.append(f"report.html: {result.report}")
     if not (output.quiet or output.as_json):
-        console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        console = Console(
+            width=None if sys.stdout.isatty() else 140, highlight=False
+        )
         console.print(result.table(console.width))
     output.result(
         "\n".join(lines),

@@ -1,7 +1,8 @@
 """Serve sweeps to an agent by the Model Context Protocol: `python -m tune mcp`.
 
-Sweeps run as processes of the same command line, so that standard output is the
-protocol's alone. They outlive the server, and end by their budgets.
+Each sweep runs in a process of its own (`python -m tune`), because only the
+protocol may use standard output. Sweeps outlive the server, and end when their
+budgets are used up.
 """
 
 import inspect
@@ -27,7 +28,6 @@ from trainers.command_line import Command
 from trainers.config.model import Tree, build
 from trainers.errors import (
     MISSING,
-    POLICIES,
     ConfigError,
     PacelineError,
     counted,
@@ -35,15 +35,26 @@ from trainers.errors import (
 )
 from trainers.lease import LEASE
 from trainers.output import as_data
-from trainers.storage import storage_uri
+from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
 from tune.report.write import read_environment, summary
 from tune.sweeps.plan import make_plan
-from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
-from tune.sweeps.steer import named_trial, order_extension, steer
+from tune.sweeps.spec import (
+    SweepSpec,
+    is_complete,
+    read_kept,
+    read_saved,
+    read_sweep,
+)
+from tune.sweeps.steer import (
+    known_trials,
+    named_trial,
+    order_extension,
+    steer,
+)
 from tune.sweeps.sweep import pending_extension
 from tune.trials.journal import Journal
-from tune.trials.record import Records
+from tune.trials.record import ADVICE, Records
 from tune.watch import Follow, judge
 
 Result = Tree
@@ -51,8 +62,9 @@ Result = Tree
 _INSTRUCTIONS = """Paceline finds the batch size and the precision with which a PyTorch
 model trains best. Call `validate` and `plan`, then `start`, then `watch` until the sweep
 has ended, then `answer`. Report the answer with its interval and what is not known."""
-_ONE_RUN = "how far another run of the best would differ: finalists or seeds settle it"
-_TO_COME = "what the trials that have not ended come to"
+_ONE_RUN = "how much another run of the best trial would differ: finalists or seeds settle it"
+_TO_COME = "the results of trials that have not ended"
+_NO_LEASE = "The sweep's process is running: the sweep starts or ends now."
 
 _LOOK_S = 0.1
 
@@ -60,8 +72,15 @@ _Sweep = Annotated[str, Field(description="a sweep's file or URI")]
 _Cluster = Annotated[str, Field(description="a cluster's file")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
 _Keys = Annotated[Tree, Field(description="dotted keys to set")]
-_Trial = Annotated[str, Field(description="a trial's id, or how it begins")]
-_Minutes = Annotated[float | None, Field(gt=0, le=1e9, description="if none has ended")]
+_Trial = Annotated[str, Field(description="a trial's id, or its beginning")]
+_Minutes = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=1e9,
+        description="minutes that a trial takes; needed if no trial has ended",
+    ),
+]
 _NO_KEYS: Tree = {}
 
 
@@ -76,16 +95,16 @@ class Limits:
 
 
 class Tools:
-    """The tools of a server; one with `limits` may start sweeps."""
+    """The tools of a server, which may start sweeps only if `limits` are given."""
 
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits
         self._trials: dict[str, int] = {}
-        """Granted so far, by sweep; and below the dollars of all."""
+        """Trials granted so far, by place; `_usd` is the sum of all granted dollars."""
         self._usd = 0.0
         self._follows: dict[str, Follow] = {}
         self._processes: dict[str, tuple[Popen[bytes], IO[bytes]]] = {}
-        """Each with its output."""
+        """The process of each sweep, with its output, by the sweep's place."""
 
     def validate(self, sweep: _Sweep, settings: _Keys = _NO_KEYS) -> Result:
         """Check a sweep's file and count its trials; start nothing."""
@@ -95,8 +114,12 @@ class Tools:
             "said": f"{sweep} is in order: {least}{counted(spec.num_trials, 'trial')}",
             "trials": spec.num_trials,
             "directory": spec.uri,
-            "sweep": spec.config.model_dump(exclude={"train"}, exclude_none=True),
-            "not_known": ["whether its task can be imported and fits into memory"],
+            "sweep": spec.config.model_dump(
+                exclude={"train"}, exclude_none=True
+            ),
+            "not_known": [
+                "whether its task can be imported and fits into memory"
+            ],
         }
 
     def plan(
@@ -109,21 +132,26 @@ class Tools:
         """Forecast trials, hours and dollars on a cluster; start nothing."""
         spec = read_sweep(sweep, settings, own_workers=False)
         forecast = make_plan(spec, load_cluster(cluster), minutes_per_trial)
-        expected = {key: getattr(forecast, key) for key in ("trials", "time_s", "usd")}
+        expected = {
+            key: getattr(forecast, key) for key in ("trials", "time_s", "usd")
+        }
         most = spec.config.budget.model_dump()
         most["time_s"] = spec.config.time_budget_s
         return {
             "said": "\n".join(forecast.lines),
             "expected": expected,
             "at_most": most,
-            "not_known": [name for name, value in expected.items() if value is None],
+            "not_known": [
+                name for name, value in expected.items() if value is None
+            ],
         }
 
     def start(self, sweep: _Sweep, settings: _Keys = _NO_KEYS) -> Result:
-        """Run a sweep, or go on with it, within the limits of this server.
+        """Run a sweep, or continue it, within the limits of this server.
 
-        Returns at once. The sweep needs `budget.usd`, and with `around` also
-        `budget.trials`. What was granted is not given back.
+        Returns immediately. The sweep needs `budget.usd` and, with `around`,
+        `budget.trials`. Granted trials and dollars that the sweep does not use
+        are not given back.
         """
         settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
         spec = read_sweep(sweep, settings)
@@ -132,30 +160,37 @@ class Tools:
         if self._is_running(spec.uri):
             wrong = "runs already"
         elif pending_extension(spec) is not None:
-            wrong = "was extended, and what is to come has a budget of its own"
+            wrong = "was extended, and the extension has its own budget"
             fix = f"call `extend` with {spec.uri}"
         if wrong:
             raise ConfigError("sweep", sweep, wrong, fix)
         self._refuse_over_limits(spec)
         return self._run(spec, sweep, settings)
 
-    def extend(self, directory: _Directory, settings: _Keys = _NO_KEYS) -> Result:
-        """Go on with a sweep, with more points, trials or epochs; limited as `start`."""
+    def extend(
+        self, directory: _Directory, settings: _Keys = _NO_KEYS
+    ) -> Result:
+        """Continue a sweep with more points, trials or epochs; `start`'s limits apply."""
         settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
         spec = read_saved(directory, settings)
         self._refuse_over_limits(spec)
         order_extension(directory, settings)
-        # A process looks for extensions until it has given the lease back.
+        # A process looks for extensions until it gives back the lease.
         while self._is_running(spec.uri) and not spec.storage.exists(LEASE):
             time.sleep(_LOOK_S)
-        return self._run(spec, directory, {})
+        return self._run(spec, spec.uri, {})
 
     def watch(self, directory: _Directory) -> Result:
-        """Say how far a sweep is, what runs, and what is best so far."""
-        uri = storage_uri(directory)
-        seen = self._follows.setdefault(uri, Follow(uri)).see()
+        """Report a sweep's progress: what is running, and what is best so far."""
+        place = _place(directory)
+        is_running = self._is_running(directory)
+        follow = self._follows.setdefault(place, Follow(directory))
+        seen = follow.see()
         state, sentence = judge(seen)
-        running = seen.live.running if seen.live else []
+        if is_running and state != "running":
+            # The process has no lease yet, or has given it back.
+            state, sentence = "running", _NO_LEASE
+        running = seen.live.running if seen.live and seen.is_alive else []
         found: Result = {
             "said": sentence,
             "state": state,
@@ -164,42 +199,64 @@ class Tools:
             "not_known": [] if state == "ended" else [_TO_COME],
         }
         if seen.records:
-            found["so_far"] = _answer(read_kept(uri), seen.records)
-        if uri in self._processes and not self._is_running(uri):
-            process, output = self._processes[uri]
+            found["so_far"] = _answer(read_kept(directory), seen.records)
+        if place in self._processes and not is_running:
+            process, output = self._processes[place]
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()
-            records = [line for line in lines if line.startswith('{"record": ')]
-            found["process"] = {"exit_code": process.returncode, "last": records[-1:]}
+            records = [
+                line for line in lines if line.startswith('{"record": ')
+            ]
+            found["process"] = {
+                "exit_code": process.returncode,
+                "last": records[-1:],
+            }
         return found
 
     def stop(self, directory: _Directory, trial: _Trial = "") -> Result:
-        """Stop a trial, or without one the whole sweep; what has ended is kept."""
+        """Stop a trial or, if none is given, the whole sweep; ended trials are kept."""
         self._allowed()
         if trial:
             name = steer(directory, "stop", trial)
             said = f"{name} ends at its next evaluation, or never starts"
-            return {"said": said, "not_known": [f"how good {name} would have been"]}
-        uri = storage_uri(directory)
-        if not self._is_running(uri):
-            rule = "is no sweep that this server runs"
+            return {
+                "said": said,
+                "not_known": [f"how good {name} would have been"],
+            }
+        if not self._is_running(directory):
+            rule = "is not a sweep that this server runs"
             fix = "name a trial, or end the sweep where it was started"
             raise ConfigError("directory", directory, rule, fix)
-        process, _ = self._processes[uri]
+        process, _ = self._processes[_place(directory)]
         process.send_signal(signal.SIGTERM)
-        return {"said": "the sweep ends within seconds", "not_known": [_TO_COME]}
+        return {
+            "said": "the sweep ends within seconds",
+            "not_known": [_TO_COME],
+        }
 
     def explain(self, directory: _Directory, trial: _Trial) -> Result:
         """Say how a trial ended, and what to do if it failed."""
         spec = read_kept(directory)
-        records = {record.id: record for record in Journal(spec.storage).records()}
-        record = records[named_trial(trial, records, spec.uri)]
-        said = f"{record.id} ended as {record.status} {record.message}"
+        trials = known_trials(spec)
+        name = named_trial(trial, trials, spec.uri)
+        record = Journal(spec.storage).find(name)
+        if record is None:
+            return {
+                "said": f"{name} has not ended: it is {trials[name].status}",
+                "trial": asdict(trials[name]),
+                "advice": "",
+                "not_known": [f"how {name} will end"],
+            }
+        said = f"{record.id} ended as {record.status}"
+        if record.message:
+            said += f": {record.message}"
         return {
-            "said": said.rstrip(),
+            "said": said,
             "trial": asdict(record),
-            "advice": "" if record.finished else POLICIES[record.status].advice,
-            "not_known": ["whether another run of it would end so, too"],
+            "advice": "" if record.finished else ADVICE[record.status],
+            "not_known": [
+                "whether another run of the trial would end the same way"
+            ],
         }
 
     def answer(self, directory: _Directory) -> Result:
@@ -209,46 +266,75 @@ class Tools:
 
     def _allowed(self) -> Limits:
         if self._limits is None:
-            rule = "was not given to this server, which runs nothing"
-            fix = "ask its user for --allow-run with limits of trials and dollars"
+            rule = "was not given to this server, so it starts no sweep"
+            fix = "ask the user to start the server with --allow-run, --max-trials, --max-usd and --usd-per-hour"
             raise ConfigError("--allow-run", MISSING, rule, fix)
         return self._limits
 
     def _refuse_over_limits(self, spec: SweepSpec) -> None:
         limits = self._allowed()
-        others = sum(self._trials.values()) - self._trials.get(spec.uri, 0)
+        own = self._trials.get(_place(spec.uri), 0)
+        others = sum(self._trials.values()) - own
         wanted = {
             "trials": (_most_trials(spec), limits.trials - others),
             "usd": (spec.config.budget.usd, limits.usd - self._usd),
         }
         for key, (value, left) in wanted.items():
             if value is None or value > left:
-                rule = f"must be at most {left:g}, what this server has left"
-                fix = "set it in `settings`, or ask the server's user for more"
-                given = MISSING if value is None else value
-                raise ConfigError(f"budget.{key}", given, rule, fix)
+                rule = (
+                    f"must be at most {left:g}, all that this server has left"
+                )
+                given = getattr(spec.config.budget, key)
+                if given is None and value is not None:
+                    rule += f", and the sweep has {counted(value, 'trial')}"
+                fix = f"set `budget.{key}` in `settings`, or ask the server's user for more"
+                shown = MISSING if given is None else given
+                raise ConfigError(f"budget.{key}", shown, rule, fix)
 
-    def _is_running(self, uri: str) -> bool:
-        if uri not in self._processes:
+    def _is_running(self, directory: str) -> bool:
+        place = _place(directory)
+        if place not in self._processes:
             return False
-        process, _ = self._processes[uri]
+        process, _ = self._processes[place]
         return process.poll() is None
 
     def _run(self, spec: SweepSpec, location: str, keys: Tree) -> Result:
         """Take the sweep's budget from the limits; start the sweep unless it runs."""
-        self._trials[spec.uri] = _most_trials(spec) or 0
+        place = _place(spec.uri)
+        self._trials[place] = _most_trials(spec) or 0
         self._usd += spec.config.budget.usd or 0.0
         if not self._is_running(spec.uri):
-            options = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
-            command = [sys.executable, "-m", "tune", location, *options, "--json"]
+            options = [
+                f"--{key}={json.dumps(value)}" for key, value in keys.items()
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "tune",
+                location,
+                *options,
+                "--json",
+            ]
             output = TemporaryFile()  # noqa: SIM115 (read once the process has ended)
             process = Popen(  # noqa: S603
-                command, 0, None, DEVNULL, output, output, start_new_session=True
+                command,
+                0,
+                None,
+                DEVNULL,
+                output,
+                output,
+                start_new_session=True,
             )
-            self._processes[spec.uri] = process, output
-        unknown = ["whether the cluster holds it", _TO_COME]
+            self._processes[place] = process, output
+        unknown = ["whether it fits the cluster", _TO_COME]
         said = "the sweep runs, and `watch` says how far it is"
         return {"said": said, "directory": spec.uri, "not_known": unknown}
+
+
+def _place(directory: str) -> str:
+    """Return what identifies a sweep's directory, however it is written."""
+    storage = Storage(storage_uri(directory))
+    return storage.path if storage.is_local else storage.uri
 
 
 def _most_trials(spec: SweepSpec) -> int | None:
@@ -256,7 +342,7 @@ def _most_trials(spec: SweepSpec) -> int | None:
 
 
 def _answer(spec: SweepSpec, records: Records) -> Result:
-    """Return what summary.json holds, for some records, with the interval."""
+    """Return summary.json's content for records, with the best trial's time interval."""
     found = answer(spec.config, records)
     best = found.best
     unknown = [doubt.text for doubt in found.doubts]
@@ -270,7 +356,11 @@ def _answer(spec: SweepSpec, records: Records) -> Result:
         unknown.append(_ONE_RUN)
     if not is_complete(spec):
         unknown.append(_TO_COME)
-    told = {"said": found.text, "time_to_target_s": interval, "not_known": unknown}
+    told = {
+        "said": found.text,
+        "time_to_target_s": interval,
+        "not_known": unknown,
+    }
     environment = read_environment(spec.storage)
     return told | summary(spec.config, records, environment, found)
 
@@ -278,14 +368,25 @@ def _answer(spec: SweepSpec, records: Records) -> Result:
 def make_server(limits: Limits | None) -> Server[Any]:
     """Return a server of the tools."""
     tools = Tools(limits)
-    names = "validate", "plan", "start", "extend", "watch", "stop", "explain", "answer"
+    names = (
+        "validate",
+        "plan",
+        "start",
+        "extend",
+        "watch",
+        "stop",
+        "explain",
+        "answer",
+    )
     offered: Tree = {name: getattr(tools, name) for name in names}
-    models = {name: Command(name, tool).model for name, tool in offered.items()}
+    models = {
+        name: Command(name, tool).model for name, tool in offered.items()
+    }
     turn = threading.Lock()
 
     def tell(name: str, given: Tree) -> types.CallToolResult:
         found = None
-        words = f"{name!r} is no tool of this server; its tools are {', '.join(names)}"
+        words = f"{name!r} is not a tool of this server; its tools are {', '.join(names)}"
         try:
             if name in offered:
                 arguments = dict(build(models[name], given, f"tool {name}"))
@@ -294,7 +395,9 @@ def make_server(limits: Limits | None) -> Server[Any]:
                 words = json.dumps(found, indent=1)
         except PacelineError as error:
             words = str(error)
-        except Exception as error:  # the user's own, as from a task's constructor
+        except (
+            Exception
+        ) as error:  # from the user's code, such as a task's constructor
             words = f"{type(error).__name__}: {first_line(error)}"
         content = [types.TextContent(type="text", text=words)]
         has_failed = found is None
@@ -307,7 +410,9 @@ def make_server(limits: Limits | None) -> Server[Any]:
         for name, tool in offered.items():
             schema = models[name].model_json_schema()
             words = inspect.getdoc(tool)
-            shown.append(types.Tool(name=name, description=words, input_schema=schema))
+            shown.append(
+                types.Tool(name=name, description=words, input_schema=schema)
+            )
         return types.ListToolsResult(tools=shown)
 
     async def call_tool(context: Any, params: Any) -> types.CallToolResult:
@@ -328,6 +433,8 @@ def serve(limits: Limits | None) -> None:
 
     async def run() -> None:
         async with stdio_server() as (received, sent):
-            await server.run(received, sent, server.create_initialization_options())
+            await server.run(
+                received, sent, server.create_initialization_options()
+            )
 
     anyio.run(run)

@@ -1,9 +1,9 @@
-"""The parts of Ray Train and Tune beyond their public API that tune uses (Ray).
+"""Parts of Ray Train and Ray Tune, beyond their public API, that tune/ uses (Ray).
 
-The only other such file is trainers/on_ray/internals.py, which explains more. The names
-are Ray's own: tune/lanes and tune/ray derive classes from them, because Ray's public
-API starts new processes for each run, and a lane reuses its processes. Ray imports this
-file in its controllers, so it must not import torch.
+The only other file that uses such parts is trainers/on_ray/internals.py.
+tune/lanes and tune/ray derive classes from these classes of Ray, because Ray's
+public API starts new processes for each run, whereas a lane reuses its
+processes. Controllers import this file, so it must not import torch.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     WorkerGroupCallback,
 )
-from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.checkpoint.sync_actor import (
+    SynchronizationActor,
+)
 from ray.train.v2._internal.execution.context import (
     TrainContext,
     get_train_context,
@@ -36,7 +38,9 @@ from ray.train.v2._internal.execution.train_fn_utils import (
     get_train_fn_utils,
     set_train_fn_utils,
 )
-from ray.train.v2._internal.execution.worker_group import worker_group as group_module
+from ray.train.v2._internal.execution.worker_group import (
+    worker_group as group_module,
+)
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     DefaultPlacementGroupHandle,
 )
@@ -51,20 +55,24 @@ from ray.train.v2._internal.execution.worker_group.state import (
 from ray.train.v2._internal.execution.worker_group.state import (
     _shutdown_workers as shutdown_workers,
 )
-from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+from ray.train.v2._internal.execution.worker_group.thread_runner import (
+    ThreadRunner,
+)
 from ray.train.v2._internal.execution.worker_group.worker import (
     ActorMetadata,
     RayTrainWorker,
     Worker,
 )
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.worker_group import (
+    WorkerGroup,
+)
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api.context import TrainContext as PublicContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-__all__ = [  # noqa: RUF022 # (by what they are for)
-    # What the functions of `ray.train` and `ray.tune` call: Ray's docstrings say that
-    # the first may be replaced.
+__all__ = [  # noqa: RUF022 # (grouped by purpose)
+    # What the functions of `ray.train` and `ray.tune` call. Ray's docstring of
+    # TrainFnUtils says that this class may be replaced.
     "PublicContext",
     "TrainContext",
     "TrainFnUtils",
@@ -73,13 +81,13 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "get_train_fn_utils",
     "set_train_context",
     "set_train_fn_utils",
-    # Ray's controller, which a lane runs in the driver, and a trial of tune/ray in its
-    # own process.
+    # Ray's controller. A lane runs it in the driver; a trial of tune/ray runs
+    # it in the trial's actor.
     "FixedScalingPolicy",
     "TrainController",
-    # What a TorchTrainer is without torch.
+    # The base class of TorchTrainer, which does not import torch.
     "DataParallelTrainer",
-    # Its worker group; in tune/ray it borrows the workers of a lane.
+    # The controller's worker group; in tune/ray it borrows a lane's workers.
     "ActorMetadata",
     "DefaultPlacementGroupHandle",
     "RayTrainWorker",
@@ -93,23 +101,24 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "WorkerStatus",
     "group_module",
     "shutdown_workers",
-    # Callbacks: the public one hears of reports and failures only, and Ray's own start
-    # actors that a lane does without.
+    # Callbacks. Ray's public callback class hears only of reports and
+    # failures, and some of Ray's own callbacks start actors that a lane does
+    # not need.
     "ControllerCallback",
     "DatasetsCallback",
     "PlacementGroupCleanerCallback",
     "StateManagerCallback",
     "WorkerGroupCallback",
-    # So that a lane's workers, checkpoints and metrics are as Ray would have them.
+    # Ray's conversions of a worker's resources and of nested metrics.
     "bundle_to_remote_args",
     "flatten_dict",
 ]
 
 
 def named_worker(words: str) -> type[RayTrainWorker]:
-    """Return a class of Ray workers that Ray displays by these words.
+    """Return a class of Ray workers that Ray displays under this name.
 
-    They appear in `ray list actors --detail` and in the dashboard.
+    The name appears in `ray list actors --detail` and in the dashboard.
     """
 
     class NamedWorker(RayTrainWorker):
@@ -130,8 +139,8 @@ def make_barrier() -> Any:
 def without_tags() -> Iterator[None]:
     """Keep Ray from counting callbacks for its telemetry in this block.
 
-    To recognize the callbacks of MLflow and W&B, Ray imports both, which takes two
-    seconds.
+    To recognize the callbacks of MLflow and W&B, Ray imports both, which takes
+    two seconds.
     """
     from ray.air._internal import usage
 
@@ -164,18 +173,19 @@ def set_device(kind: str) -> None:
 
 
 def watching_in_thread(callback: Any) -> Any:
-    """Return a callback of Ray's controller; drains are watched without an actor.
+    """Return a callback of Ray's controller, or its replacement without an actor.
 
-    The callback that watches for nodes that are about to be taken away is replaced by
-    one that does so in a thread of this process; all others are returned as they are.
-
-    Ray has that callback from 2.57 on.
+    Ray's PreemptionCallback (since 2.57) starts an actor that watches for
+    nodes that are about to be taken away. Its replacement watches in a thread
+    of this process. All other callbacks are returned unchanged.
     """
     try:
         from ray.train.v2._internal.callbacks.preemption_callback import (
             PreemptionCallback,
         )
-        from ray.train.v2._internal.execution.preemption import PreemptionWatcher
+        from ray.train.v2._internal.execution.preemption import (
+            PreemptionWatcher,
+        )
     except ImportError:
         return callback
 
@@ -191,7 +201,9 @@ def watching_in_thread(callback: Any) -> Any:
                 rank: worker.actor
                 for rank, worker in enumerate(worker_group.get_workers())
             }
-            self._thread = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+            self._thread = PreemptionWatcher(
+                ranks, self._poll_interval_s, actors
+            )
 
         def _stop_watcher(self) -> None:
             if self._thread is not None:

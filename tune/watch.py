@@ -1,15 +1,17 @@
 """Serve the report of a sweep that is running, here or elsewhere, until Ctrl-C.
 
-The page is served on the loopback interface, to those who have the token in the printed
-address. The first request with the token gets a cookie and is redirected to the address
-without it, so that the token stays out of the browser's history. The header
-`Authorization: Bearer TOKEN` works as well. If another site has its name resolve to
-127.0.0.1 (DNS rebinding), the name in the Host header gives it away, and the request is
-refused. No URL path is mapped to a file.
+The page is served on the loopback interface, to those who have the token in
+the printed address. The first request with the token gets a cookie and is
+redirected to the same address without the token, so that the browser's history
+does not keep the token. The header `Authorization: Bearer TOKEN` works as
+well. If the name of another site resolves to 127.0.0.1 (DNS rebinding), the
+Host header holds that name, and the request is refused. No URL path is mapped
+to a file.
 
-The buttons do what `python -m tune steer` does; nothing else writes to the sweep's
-directory. Cookies are not sufficient for steering, because requests from other pages
-carry them, too. A steering request needs the token in a header, which the page sends.
+The buttons do what `python -m tune steer` does; nothing else writes to the
+sweep's directory. Cookies are not sufficient for steering, because requests
+from other pages carry them, too. A steering request needs the token in a
+header, which the page sends.
 """
 
 import hashlib
@@ -67,9 +69,7 @@ _LONGEST = 4096
 """The greatest size of a steering request, in bytes."""
 _Words = Annotated[list[str], Field(min_length=1)]
 _ELSEWHERE = "This page is served to 127.0.0.1 and localhost only."
-_NOT_OPENED = (
-    "Open the address that `python -m tune watch` has printed: it holds a token."
-)
+_NOT_OPENED = "Open the address that `python -m tune watch` has printed: it holds a token."
 _LOOK_S = 1.0
 _SHARE = 0.1
 """The share of its time that the process may spend on drawing the page."""
@@ -124,14 +124,19 @@ def judge(seen: Seen) -> tuple[Kind, str]:
         so_far = f"{seen.uri} holds no sweep yet."
         if seen.is_alive:
             so_far = f"A sweep begins in {seen.uri}."
-        return "waiting", f"{so_far} This page shows it as soon as it is there."
+        return (
+            "waiting",
+            f"{so_far} This page shows the sweep as soon as it has begun.",
+        )
     if seen.is_alive:
         return _judge_running(seen)
     if seen.holder is not None:
-        return "cut", _cut_off(seen, "its process has ended without an answer")
+        return "cut", _cut_off(
+            seen, "the sweep's process has ended without an answer"
+        )
     if seen.live is not None and seen.live.state == "ended":
         return "ended", f"The sweep has ended, with {seen.ended}."
-    return "cut", _cut_off(seen, "it was stopped before its end")
+    return "cut", _cut_off(seen, "the sweep was stopped before its end")
 
 
 def _judge_running(seen: Seen) -> tuple[Kind, str]:
@@ -152,7 +157,9 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
 
 def _cut_off(seen: Seen, why: str) -> str:
     resume = f"python -m tune {shlex.quote(seen.uri)}"
-    return f"Cut off: {why}; {seen.ended} are kept. `{resume}` goes on."
+    return (
+        f"Cut off: {why}; kept: {seen.ended}. `{resume}` continues the sweep."
+    )
 
 
 class Follow:
@@ -184,12 +191,15 @@ class Follow:
         self._lease_at = self._clock()
 
     def page(self) -> tuple[str, str]:
-        """Return the page and its version; a slow page is cached for longer."""
+        """Return the page and its version; a page slow to draw is cached for longer."""
         with self._lock:
             began = self._clock()
             if began >= self._look_at:
                 html = self._look()
-                self._page = html, f'"{hashlib.sha256(html.encode()).hexdigest()[:32]}"'
+                self._page = (
+                    html,
+                    f'"{hashlib.sha256(html.encode()).hexdigest()[:32]}"',
+                )
                 cost_s = self._clock() - began
                 self._look_at = began + max(_LOOK_S, cost_s / _SHARE)
             return self._page
@@ -220,7 +230,9 @@ class Follow:
             live = seen.live if kind == "running" else None
             if live is not None:
                 known = self._records
-                running = [_row(run) for run in live.running if run.trial not in known]
+                running = [
+                    _row(run) for run in live.running if run.trial not in known
+                ]
             if kind in ("running", "cut"):
                 choices = self._choices(live)
             self._draw(seen.records, kind == "ended")
@@ -240,15 +252,22 @@ class Follow:
         return render("report.html", **{**self._drawn, "live": shown})
 
     def _choices(self, live: Live | None) -> list[tuple[str, str]]:
-        """Return ID and words of the trials that may be steered, running ones first."""
+        """Return the ID and description of trials to steer, running ones first."""
         if self._spec is None:
             return []
         clones = self._actions.read().clones
-        known = trials_of(self._spec, list(self._records.values()), clones, live)
+        known = trials_of(
+            self._spec, list(self._records.values()), clones, live
+        )
         order = {"running": 0, "waiting": 1}
-        found = sorted(known.items(), key=lambda trial: order.get(trial[1].status, 2))
+        found = sorted(
+            known.items(), key=lambda trial: order.get(trial[1].status, 2)
+        )
         return [
-            (name, f"{trial.status}: {redact(in_a_line(trial.config))} ({name})")
+            (
+                name,
+                f"{trial.status}: {redact(in_a_line(trial.config))} ({name})",
+            )
             for name, trial in found[:_MOST_CHOICES]
         ]
 
@@ -321,13 +340,18 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             rule = f"cannot be used ({first_line(error)})"
             raise ConfigError(
-                "--port", port, rule, "give another, or none for any that is free"
+                "--port",
+                port,
+                rule,
+                "give another port, or leave it out for any free port",
             ) from error
 
     @property
     def address(self) -> str:
         """The page's address, with the token."""
-        return f"http://{LOOPBACK}:{self.server_port}/?token={self.follow.token}"
+        return (
+            f"http://{LOOPBACK}:{self.server_port}/?token={self.follow.token}"
+        )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors, such as a browser that has disconnected."""
@@ -338,7 +362,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "paceline"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout = 30  # s, for a request to come
+    timeout = 30  # s, to wait for a request
 
     def do_GET(self) -> None:
         """Send the page or one of its scripts, or an error message."""
@@ -348,14 +372,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(403, _ELSEWHERE)
         elif parts.path == "/" and self._is_token(given):
             cookie = f"{self._cookie}={given}; Path=/; HttpOnly; SameSite=Lax"
-            self._answer(303, "", "text/plain", Location="/", Set_Cookie=cookie)
+            self._answer(
+                303, "", "text/plain", Location="/", Set_Cookie=cookie
+            )
         elif not (self._has_cookie() or self._has_header()):
             self._say(401, _NOT_OPENED)
         elif parts.path == "/":
             page, version = self.server.follow.page()
             is_known = self.headers.get("If-None-Match") == version
             status = 304 if is_known else 200
-            self._answer(status, "" if is_known else page, "text/html", ETag=version)
+            self._answer(
+                status, "" if is_known else page, "text/html", ETag=version
+            )
         elif parts.path in ("/table.js", "/watch.js"):
             self._answer(200, source(parts.path[1:]), "text/javascript")
         else:
@@ -375,7 +403,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(400, f"A request has at most {_LONGEST} bytes.")
         else:
             try:
-                words = validated(json.loads(self.rfile.read(int(length))), _Words)
+                words = validated(
+                    json.loads(self.rfile.read(int(length))), _Words
+                )
             except (ValueError, RecursionError, CheckpointError):
                 self._say(400, 'Write a list of words: ["stop", "3f2a"].')
                 return
@@ -391,7 +421,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie(self) -> str:
-        # cookies are one host's, not one port's
+        # a cookie belongs to a host, not to a port
         return f"paceline-watch-{self.server.server_port}"
 
     def _has_cookie(self) -> bool:
@@ -405,12 +435,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_token(self, given: str) -> bool:
         token = self.server.follow.token
-        return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+        return hmac.compare_digest(
+            given.encode(errors="replace"), token.encode()
+        )
 
     def _say(self, status: int, words: str) -> None:
         self._answer(status, f"{words}\n", "text/plain")
 
-    def _answer(self, status: int, text: str, kind: str, **headers: str) -> None:
+    def _answer(
+        self, status: int, text: str, kind: str, **headers: str
+    ) -> None:
         body = text.encode()
         self.send_response(status)
         for name, value in (_HEADERS | headers).items():
@@ -431,7 +465,8 @@ def serve(location: str, port: int) -> None:
         ConfigError: The directory or the port cannot be used.
     """
     follow = Follow(location)
-    # raises if the place cannot be opened; it is no error if it does not exist yet
+    # Raises if the storage cannot be opened; a directory that does not exist
+    # yet is no error.
     follow.storage.exists()
     with PageServer(follow, port) as server:
         own = server.server_port

@@ -1,5 +1,5 @@
-"""The GPU benchmarks in miniature, on the CPU: whole rows, right arithmetic, and what
-is dropped is said.
+"""The GPU benchmarks in miniature, on the CPU: whole rows, right arithmetic,
+and what is dropped is said.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def test_every_rung_of_a_model_is_a_row(name, capfd):
         it = row["figures"]
         assert (row["status"], row["message"]) == ("done", "")
         assert it["n"] >= 5
-        assert it["samples_per_s"] == pytest.approx(work["batch"] / it["step_time_s"])
+        assert it["samples_per_s"] == pytest.approx(
+            work["batch"] / it["step_time_s"]
+        )
         matmul = found["matmul_tflops"][row["changes"]["precision"]]
         assert it["mfu_matmul"] == pytest.approx(it["tflops"] / matmul)
         assert it["mfu_data_sheet"] is None, "no data sheet of a CPU is known"
@@ -77,9 +79,9 @@ def test_every_rung_of_a_model_is_a_row(name, capfd):
 
 
 def test_the_models_flops_are_those_of_a_hand_count():
-    """The guides' CNN: a weight's product counts in the forward pass, for its gradient,
-    and (but for the first layer) for the gradient of its input; two FLOPs a
-    multiplication.
+    """The guides' CNN: a weight's product counts in the forward pass, for its
+    gradient, and (but for the first layer) for the gradient of its input; two
+    FLOPs a multiplication.
     """
     first = 26 * 26 * 32 * 9
     others = 24 * 24 * 64 * 32 * 9 + 64 * 12 * 12 * 128 + 128 * 10
@@ -90,7 +92,9 @@ def test_the_models_flops_are_those_of_a_hand_count():
     assert figures["mfu_matmul"] == pytest.approx(
         by_hand * figures["samples_per_s"] / 1e12
     )
-    assert figures["tflops"] == pytest.approx(by_hand * figures["samples_per_s"] / 1e12)
+    assert figures["tflops"] == pytest.approx(
+        by_hand * figures["samples_per_s"] / 1e12
+    )
 
 
 def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs):
@@ -98,7 +102,11 @@ def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs):
     fits = Rung("fp32", {"precision": "fp32"}, False, None, 0)
     too_large = Rung(
         "bf16",
-        {"precision": "bf16", "global_batch_size": 150, "microbatch_size": 150},
+        {
+            "precision": "bf16",
+            "global_batch_size": 150,
+            "microbatch_size": 150,
+        },
         True,
         "fp32",
         0,
@@ -117,7 +125,9 @@ def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs):
 
 def test_a_ladder_changes_one_thing_a_rung():
     for convolutions in (True, False):
-        by_name = {rung.name: rung for rung in rungs(convolutions, host_bound=False)}
+        by_name = {
+            rung.name: rung for rung in rungs(convolutions, host_bound=False)
+        }
         assert ("channels_last" in by_name) == convolutions
         for rung in by_name.values():
             if rung.stands_on is None:
@@ -126,7 +136,9 @@ def test_a_ladder_changes_one_thing_a_rung():
             below = by_name[rung.stands_on]
             keys = rung.changes.keys() | below.changes.keys()
             changed = [
-                key for key in keys if rung.changes.get(key) != below.changes.get(key)
+                key
+                for key in keys
+                if rung.changes.get(key) != below.changes.get(key)
             ]
             assert len(changed) + (rung.fused != below.fused) == (
                 rung.name != "bf16 again"
@@ -145,7 +157,9 @@ def row(rung, step_s, first_s=0.0, memory=100):
 
 def test_a_rung_is_compared_with_the_first_and_with_the_one_it_stands_on():
     steps = {"fp32": 0.8, "bf16": 0.2, "fused": 0.16, "bf16 again": 0.25}
-    found = {name: row(name, step_s, first_s=2.0) for name, step_s in steps.items()}
+    found = {
+        name: row(name, step_s, first_s=2.0) for name, step_s in steps.items()
+    }
     found["compile"] = row("compile", 0.08, first_s=42.0, memory=60)
     rows, floor = compare(rungs(convolutions=False, host_bound=False), found)
     figures = {one.rung: one.figures for one in rows}
@@ -201,7 +215,9 @@ def test_a_script_whose_figures_are_kept_today_is_not_run_again(tmp_path):
         (tmp_path / f"{name}.json").touch()
     left = [script.result for script in due(FULL, "2026-11-21", tmp_path)]
     assert left == [
-        script.result for script in FULL if script.result not in ("input", "sweep-noop")
+        script.result
+        for script in FULL
+        if script.result not in ("input", "sweep-noop")
     ]
     assert "sweep" in left, "the figures of another script that begins alike"
 

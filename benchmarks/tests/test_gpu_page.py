@@ -1,5 +1,5 @@
-"""The page of `make gpu`: parts that go on where they stopped, and what each verdict
-becomes on it.
+"""The page of `make gpu`: parts that go on where they stopped, and what each
+verdict becomes on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Late(Part):
     begun: Path
 
     def wait(self, process):
-        until(self.begun.exists, f"{self.begun.name} of {self.name}")
+        what = f"{self.begun.name} of {self.name}"
+        until(self.begun.exists, what, process=process)
 
 
 def script(tmp_path, name, text, minutes=1.0):
@@ -70,7 +71,9 @@ def test_verdicts_of_pytest():
             "tests/gpu/conftest.py:3",
         ),
     ]
-    assert found.unseen == [("tests/gpu/test_step_gpu.py::test_four", "no CUDA device")]
+    assert found.unseen == [
+        ("tests/gpu/test_step_gpu.py::test_four", "no CUDA device")
+    ]
     text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"tests": found})
     assert text.startswith(
         "# What NVIDIA H200 showed\n\n- gpu: NVIDIA H200\n- torch: 2.11\n"
@@ -95,7 +98,9 @@ def test_a_call_goes_on_where_the_one_before_it_stopped(directory, capfd):
     assert main(["--minutes", "4", "--keep"], parts) == 0
     out = capfd.readouterr().out
     assert "its figures" in out
-    assert (directory / "ran").read_text() == "x", "what has a result is not run again"
+    assert (directory / "ran").read_text() == "x", (
+        "what has a result is not run again"
+    )
     [kept] = (directory / "kept").iterdir()
     assert kept.read_text() in out
     assert main(["--again", "one"], parts) == 0
@@ -103,9 +108,7 @@ def test_a_call_goes_on_where_the_one_before_it_stopped(directory, capfd):
 
 
 def test_a_part_that_fails_or_does_not_end_is_on_the_page(directory, capfd):
-    text = (
-        "print('so far', flush=True); open('begun', 'w'); import time; time.sleep(600)"
-    )
+    text = "print('so far', flush=True); open('begun', 'w'); import time; time.sleep(600)"
     script(directory, "hangs", text)
     parts = [
         script(directory, "raises", "raise ValueError('no peak is known')"),
@@ -156,7 +159,9 @@ def test_a_part_that_is_late_is_heard_and_ends_with_all_that_it_has_started(
     assert "| tests | 1 | 1 | 0 |" in page
     [log] = (directory / "state").glob("*/starter.log")
     child = int(log.read_text().split()[0])
-    until(lambda: not is_running(child), "the end of what the part had started")
+    until(
+        lambda: not is_running(child), "the end of what the part had started"
+    )
 
 
 def test_a_crash_after_a_verdict_is_on_the_page(directory, capfd):

@@ -14,7 +14,8 @@ from benchmarks.measure import aa_floor, ahead, earlier, interleave, summarize
 def test_rounds_are_interleaved_and_the_first_is_a_warm_up():
     counter = itertools.count()
     found = interleave(
-        {"a": lambda: float(next(counter)), "b": lambda: float(next(counter))}, 2
+        {"a": lambda: float(next(counter)), "b": lambda: float(next(counter))},
+        2,
     )
     assert found == {"a": [2, 4], "b": [3, 5]}
 
@@ -22,7 +23,8 @@ def test_rounds_are_interleaved_and_the_first_is_a_warm_up():
 def test_with_a_seed_each_round_has_its_own_order():
     orders = []
     peers = {
-        name: lambda name=name: float(bool(orders.append(name))) for name in "abcd"
+        name: lambda name=name: float(bool(orders.append(name)))
+        for name in "abcd"
     }
     interleave(peers, 9, seed=0)
     rounds = ["".join(orders[start : start + 4]) for start in range(0, 40, 4)]
@@ -72,7 +74,9 @@ def test_ratios_are_taken_round_by_round():
 
 def test_a_peer_is_met_round_by_round_without_the_baselines_noise():
     generator = np.random.default_rng(2)
-    pace = generator.lognormal(0, 0.5, 31)  # what slows a round slows all of it
+    pace = generator.lognormal(
+        0, 0.5, 31
+    )  # what slows a round slows all of it
     found = {
         "plain": list(generator.lognormal(0, 0.5, 31)),
         "ours": list(1.05 * pace),
@@ -83,7 +87,9 @@ def test_a_peer_is_met_round_by_round_without_the_baselines_noise():
     assert set(against) == {"plain", "peer"}
     assert list(against["peer"].values()) == pytest.approx([1.05, 1.05, 1.05])
     assert (
-        against["plain"]["low"] < against["plain"]["ratio"] < against["plain"]["high"]
+        against["plain"]["low"]
+        < against["plain"]["ratio"]
+        < against["plain"]["high"]
     )
 
 
@@ -96,7 +102,9 @@ def test_the_interval_of_a_lead_holds_what_it_says():
         for ours, peer in pairs
     ]
     assert (
-        0.01 < np.mean([lead["low"] > 1 or lead["high"] < 1 for lead in leads]) < 0.12
+        0.01
+        < np.mean([lead["low"] > 1 or lead["high"] < 1 for lead in leads])
+        < 0.12
     )
 
 
@@ -104,7 +112,9 @@ def test_a_benchmark_goes_on_with_what_was_asked_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SCRATCH", tmp_path)
     asked = {"seed": 7, "cases": 30, "only": None}
     assert earlier("what", asked) == {}
-    measure.save("what", {**asked, "rows": [{"plant": "transform"}]}, keep=False)
+    measure.save(
+        "what", {**asked, "rows": [{"plant": "transform"}]}, keep=False
+    )
     measure.save("what-not", asked, keep=False)
     assert earlier("what", asked)["rows"] == [{"plant": "transform"}]
     assert (

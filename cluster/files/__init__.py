@@ -1,4 +1,4 @@
-"""Cluster files: reading them as Ray does, their capacity and cost, and their errors.
+"""Cluster files, read as Ray reads them: their capacity, cost and errors.
 
 The entry points are `load_cluster` (ray_up.py) and `findings` (rules.py).
 """

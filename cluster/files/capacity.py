@@ -9,7 +9,8 @@ from pathlib import Path
 
 PRICES = Path(__file__).with_name("prices.csv")
 
-# Ray counts resources in 1/10000; a float sum such as 3 * 0.1 is a little off.
+# Ray counts resources in units of 1/10000, and a float sum such as 3 * 0.1 has
+# a rounding error.
 _TOLERANCE = 1e-6
 
 
@@ -21,19 +22,19 @@ class NodeType:
     resources: Mapping[str, float] = field(default_factory=dict)
     """The resources that one such node offers to Ray: {"CPU": 8, "GPU": 1}."""
     min_workers: int = 0
-    """Worker nodes of this type that are always up."""
+    """How many worker nodes of this type are always up."""
     max_workers: int = 0
-    """The most worker nodes of this type."""
+    """How many worker nodes of this type may be up."""
     is_head: bool = False
     """Whether the head node is of this type, in addition to the worker nodes."""
     instance_type: str | None = None
     """The cloud's name for the machine; None on premises."""
     spot: bool = False
-    """Whether the machine is spot (preemptible): cheaper, and taken back at short
-    notice.
+    """Whether the machine is spot (preemptible): cheaper, and taken back at
+    short notice.
     """
     priority: int = 0
-    """If several types fit equally well, Ray starts that of the highest priority."""
+    """If several types fit equally well, Ray starts the one with the highest priority."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class Cost:
     """The price per hour of a set of nodes."""
 
     usd_per_hour: float | None
-    """The price if spot nodes cost the on-demand price, which is their maximum; None if
-    a price is missing.
+    """The price if spot nodes cost the on-demand price, which is their
+    maximum; None if a price is missing.
     """
     missing: tuple[str, ...] = ()
     """Node types whose price is not known."""
     spot_usd_per_hour: float | None = None
-    """The price if spot nodes cost their spot prices; None if there is no spot node, or
-    if a spot price is not known.
+    """The price if spot nodes cost their spot prices; None if there is no spot
+    node, or if a spot price is not known.
     """
 
 
@@ -67,15 +68,19 @@ class Price:
 
 
 def worker_slots(
-    nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float
+    nodes: Sequence[Mapping[str, float]],
+    cpus_per_worker: float,
+    gpus_per_worker: float,
 ) -> int:
     """Return how many workers fit at the same time, each on a single node.
 
-    Workers are identical, so filling each node separately is optimal. Since a group may
-    span nodes, `// num_workers` gives the number of groups. A worker must need some
-    resource.
+    Workers are identical, so filling each node separately is optimal. Since a
+    group may span nodes, the result `// num_workers` is the number of groups
+    that fit. A worker must need at least one of the two resources.
     """
-    return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
+    return sum(
+        _slots(node, cpus_per_worker, gpus_per_worker) for node in nodes
+    )
 
 
 def grow(
@@ -85,26 +90,32 @@ def grow(
     gpus_per_worker: float,
     workers: int | None = None,
 ) -> dict[str, int]:
-    """Count the worker nodes of each type when the cluster has grown.
+    """Return how many worker nodes of each type there are after growth.
 
-    Nodes are added to those that are always up, within the limits of each type and of
-    the cluster. The type with the most slots per node goes first, then the one with the
-    higher priority. If `workers` is given, growth stops as soon as that many fit, with
-    the fewest nodes possible. If not, the result holds as many workers as can ever fit.
+    Nodes are added to those that are always up, within the limits of each type
+    and of the cluster. The type with the most slots per node goes first, then
+    the one with the higher priority. If `workers` is given, growth stops with
+    the fewest nodes on which that many workers fit. If not, growth goes up to
+    the limits.
     """
-    counts = {node_type.name: node_type.min_workers for node_type in node_types}
+    counts = {
+        node_type.name: node_type.min_workers for node_type in node_types
+    }
     nodes = nodes_of(node_types, counts)
     slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
     budget = max_workers - sum(counts.values())
     gains = [
-        (_slots(t.resources, cpus_per_worker, gpus_per_worker), t) for t in node_types
+        (_slots(t.resources, cpus_per_worker, gpus_per_worker), t)
+        for t in node_types
     ]
     for gain, node_type in sorted(
         gains, key=lambda pair: (-pair[0], -pair[1].priority)
     ):
         if gain == 0:
             break
-        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
+        room = max(
+            0, min(budget, node_type.max_workers - node_type.min_workers)
+        )
         if workers is not None:
             room = min(room, max(0, math.ceil((workers - slots) / gain)))
         counts[node_type.name] += room
@@ -116,7 +127,10 @@ def grow(
 def nodes_of(
     node_types: Sequence[NodeType], counts: Mapping[str, int]
 ) -> list[Mapping[str, float]]:
-    """List the resources of the head, and of `counts` worker nodes of each type."""
+    """Return the resources of the head and of each worker node.
+
+    `counts` has the number of worker nodes of each type, by the type's name.
+    """
     nodes: list[Mapping[str, float]] = []
     for node_type in node_types:
         num_nodes = counts.get(node_type.name, 0) + node_type.is_head
@@ -134,9 +148,10 @@ def cost(
     counts: Mapping[str, int],
     prices: Mapping[str, Price],
 ) -> Cost:
-    """Return the price per hour of the head and `counts` worker nodes.
+    """Return the price per hour of the head and all worker nodes.
 
-    `prices` are by instance type.
+    `counts` has the number of worker nodes of each node type, and `prices` has
+    the price of each instance type, both by name.
     """
     usd_per_hour = []
     with_spot = []
@@ -179,7 +194,7 @@ def _slots(
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
     """Return a provider's prices by instance type.
 
-    Where `region` has no known price, that of the most expensive region is used.
+    If a price in `region` is unknown, the most expensive region's is used.
     """
     known = [price for price in read_prices() if price.provider == provider]
     known.sort(key=lambda price: (price.region == region, price.usd_per_hour))

@@ -26,10 +26,10 @@ _COMMAND_FIELDS = (
     HEAD,
     WORKER,
 )
-_HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
+_HOW_TO_WRITE = "see docs.ray.io for the fields of a cluster YAML"
 _SCHEMA = Path(__file__).with_name("schema.yaml")
-"""What Ray's own schema leaves open, so that rules see typed data. Null values count as
-absent.
+"""A schema for the fields that Ray's schema leaves untyped, so that rules see
+typed data. Null values count as absent.
 """
 
 
@@ -38,21 +38,21 @@ class ClusterFile:
     """A cluster that Ray would accept, with defaults filled in."""
 
     source: str
-    """The path it was read from, for messages."""
+    """The path that the file was read from, for messages."""
     name: str
     provider: str
     """aws, gcp, azure, local, ..."""
     max_workers: int
-    """The most worker nodes that may be up at once, over all types."""
+    """The most worker nodes of all types that may be up at the same time."""
     node_types: tuple[NodeType, ...]
     written: Mapping[str, Any]
     """The file's own content."""
     config: Mapping[str, Any]
-    """The configuration that Ray makes of it, with defaults."""
+    """The configuration that Ray makes of the file's content, with defaults."""
     region: str | None = None
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shell commands by their field; Ray's defaults for fields that the file leaves
-    out.
+    """The shell commands by their field; Ray's defaults for fields that the
+    file leaves out.
     """
 
     @property
@@ -71,22 +71,12 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def read_file(path: str | Path) -> str:
-    """Return the text of a local file; raise ConfigError if it does not exist."""
-    source = str(path)
-    try:
-        return read_text(Path(path), source)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "does not exist",
-            "give the path of a cluster file",
-            source,
-        ) from error
+    """Return the text of a local file; raise ConfigError if it cannot be read."""
+    return read_text(Path(path), str(path))
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs a machine has, attached or by the price list; else None."""
+    """Return how many GPUs a machine has, attached or by price list; None if unknown."""
     attached = machine.get("guestAccelerators")
     if attached:
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
@@ -153,7 +143,10 @@ def _asking_ray(source: str) -> Iterator[None]:
             yield
     except jsonschema.ValidationError as error:
         raise _schema_error(error, source) from error
-    except (Exception, SystemExit) as error:  # with provider local Ray prints and exits
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # with provider local Ray prints and exits
         raise ConfigError(
             "the file",
             MISSING,
@@ -170,8 +163,8 @@ def _commands(
 ) -> dict[str, tuple[str, ...]]:
     """Return the shell commands by their field.
 
-    Ray prepends setup_commands to the setup commands of head and workers; this removes
-    them again.
+    Ray prepends setup_commands to the setup commands of head and workers; this
+    function removes them again.
     """
     shared = len(config["setup_commands"])
     defaults = {
@@ -179,7 +172,8 @@ def _commands(
         for field in _COMMAND_FIELDS
     }
     return {
-        field: tuple(written.get(field, defaults[field])) for field in _COMMAND_FIELDS
+        field: tuple(written.get(field, defaults[field]))
+        for field in _COMMAND_FIELDS
     }
 
 
@@ -188,8 +182,8 @@ def _node_types(
 ) -> tuple[NodeType, ...]:
     """Return the node types of a configuration that Ray has prepared.
 
-    With provider local, Ray has a single type for head and workers. Here they are two
-    types, because the head may be started with other resources.
+    With provider local, Ray has a single type for head and workers. Here they
+    are two types, because the head may be started with other resources.
     """
     provider = config["provider"]["type"]
     if provider == "local":
@@ -210,8 +204,8 @@ def _node_types(
             or azure.get("vmSize")
         )
         price = known.get(instance_type or "")
-        # On AWS, Ray asks the cloud for resources that a file leaves out; offline, the
-        # price list knows those of some types.
+        # On AWS, Ray asks the cloud for resources that a file leaves out. For
+        # some types, the price list gives them offline.
         detected = (
             {"CPU": price.vcpus, "GPU": price.gpus}
             if price and provider == "aws"
@@ -237,15 +231,18 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
     google = _google_scheduling(machine)
     azure = machine.get("azure_arm_parameters") or {}
     on_google = (
-        bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
+        bool(google.get("preemptible"))
+        or google.get("provisioningModel") == "SPOT"
     )
     return (
-        on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"
+        on_google
+        or aws.get("MarketType") == "spot"
+        or azure.get("priority") == "Spot"
     )
 
 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
-    """Return the resources that `ray start` is given; it detects all others itself."""
+    """Return the resources given to `ray start`, which detects all others itself."""
     text = " ".join(
         command.split("ray start", 1)[1]
         for command in commands
@@ -260,19 +257,19 @@ def _schema_error(error: Any, source: str) -> ConfigError:
     field = ""
     for part in error.absolute_path:
         field = _join(field, part)
+    value: Any = MISSING
+    rule = (
+        f"does not match the schema of cluster files ({error.message[-160:]})"
+    )
+    fix = _HOW_TO_WRITE
     if error.validator == "additionalProperties":
         known = sorted(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
-        fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
-        return ConfigError(
-            _join(field, unknown),
-            error.instance[unknown],
-            "is no such field",
-            fix,
-            source,
-        )
-    rule = f"breaks the schema ({error.message[-160:]})"
-    return ConfigError(field or "the file", MISSING, rule, _HOW_TO_WRITE, source)
+        rule = "is not a known field"
+        fix = did_you_mean(unknown, known, f"use one of {', '.join(known)}")
+        field = _join(field, unknown)
+        value = error.instance[unknown]
+    return ConfigError(field or "the file", value, rule, fix, source)
 
 
 def _join(field: str, key: object) -> str:

@@ -1,7 +1,7 @@
-"""Find what Ray does not find in a cluster file: unsafe, contradictory or lossy setup.
+"""Find what Ray misses in a cluster file: unsafe, contradictory or lossy setup.
 
-Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
-only).
+Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too
+(provider local only).
 """
 
 import functools
@@ -26,9 +26,12 @@ from trainers.versions import package_versions
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
-_ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
-"""The field of a `node_config` that lets a node write to a bucket, by cloud and URI
-scheme.
+_ACCOUNTS = {
+    ("aws", "s3"): "IamInstanceProfile",
+    ("gcp", "gs"): "serviceAccounts",
+}
+"""The field of a `node_config` that lets a node write to a bucket, by cloud
+and URI scheme.
 """
 
 _OWN_RESOURCES = ("CPU", "GPU")
@@ -43,18 +46,22 @@ _MACHINE_FIELDS = {
     "networkConfig schedulingConfig advancedMachineFeatures confidentialInstanceConfig reservationAffinity params",
     "azure": "azure_arm_parameters azure_arm_tags",
 }
-"""Fields of a `node_config` by cloud: those of EC2's RunInstances, of Google's Instance
-and Node and, for Azure, Ray's own.
+"""Fields of a `node_config` by cloud: those of EC2's RunInstances, of Google's
+Instance and Node and, for Azure, Ray's own.
 """
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-_ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
-# Keys of AWS, Google and other providers, and passwords in a URL. What these patterns
-# match is never shown.
+_ASSIGNMENT = re.compile(
+    r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)"
+)
+# Keys of AWS, Google and other providers, and passwords in a URL. What these
+# patterns match is never shown.
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
     r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
 )
-_OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$\{?HOME\}?)(?:/|$)")
+_OWN_DISK = re.compile(
+    r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$\{?HOME\}?)(?:/|$)"
+)
 _RELATIVE = re.compile(r"(?![/~$]|[\w+.-]+://)")
 
 
@@ -78,9 +85,10 @@ def findings(
 
 
 def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
-    """Warn of misspelt fields and sizes of a machine.
+    """Warn of misspelt machine fields, resource names and machine sizes.
 
-    The cloud would refuse the node, perhaps hours later.
+    For such a field or size, the cloud would refuse the node, perhaps hours
+    later.
     """
     known = _MACHINE_FIELDS.get(cluster.provider, "").split()
     for name, node_type in cluster.config["available_node_types"].items():
@@ -90,25 +98,28 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                 yield warning(
                     f"available_node_types.{name}.node_config.{key}",
                     MISSING,
-                    "is no field of it",
+                    "is not a known field of a machine",
                     fix,
                 )
         for resource in node_type.get("resources") or {}:
-            if resource not in _OWN_RESOURCES and resource.upper() in _OWN_RESOURCES:
+            if (
+                resource not in _OWN_RESOURCES
+                and resource.upper() in _OWN_RESOURCES
+            ):
                 yield warning(
                     f"available_node_types.{name}.resources.{resource}",
                     MISSING,
-                    f"is not Ray's {resource.upper()}, but a resource of that name",
+                    f"is a custom resource, not Ray's {resource.upper()}",
                     f"write `{resource.upper()}`",
                 )
-        # EC2's instance types are written family.size.
+        # EC2's names of instance types have the form family.size.
         machine = str(node_type["node_config"].get("InstanceType") or "")
         size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
         if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
             yield warning(
                 f"available_node_types.{name}.node_config.InstanceType",
                 machine,
-                f"has {size}, which is no size of EC2's",
+                f"names the size {size}, which EC2 does not have",
                 fix,
             )
 
@@ -116,12 +127,15 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
     """Return the variables that are set for `ray start`, in its command or a profile.
 
-    Each command has its own shell, so exports in other start commands do not count.
+    Each command has its own shell, so exports in other start commands do not
+    count.
     """
     setup = "head_setup_commands" if field == HEAD else "worker_setup_commands"
     both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
     profile = [
-        command for command in both if "bashrc" in command or "profile" in command
+        command
+        for command in both
+        if "bashrc" in command or "profile" in command
     ]
     starts = [
         command.split("ray start")[0]
@@ -136,8 +150,8 @@ def _local(
 ) -> Iterator[Finding]:
     if cluster.provider != "local":
         return
-    # `ray up` puts its export before the head's command, so an export in the command
-    # itself takes precedence.
+    # `ray up` exports its setting before the head's command, so an export in
+    # the command takes precedence.
     if "0" not in (
         environ.get("RAY_UP_enable_autoscaler_v2"),
         head.get("RAY_enable_autoscaler_v2"),
@@ -165,14 +179,18 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
             *(permission.get("Ipv6Ranges") or ()),
         ]
         is_open = any(
-            entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD for entry in ranges
+            entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD
+            for entry in ranges
         )
         ports = (permission.get("FromPort"), permission.get("ToPort"))
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
+            shown = f"ports {ports[0]} to {ports[1]}"
+            if None in ports:  # with protocol -1, a rule has no ports
+                shown = "all ports"
             yield error(
                 "provider.security_group.IpPermissions",
-                f"ports {ports[0]} to {ports[1]} for everybody",
-                "must not open a port to the world: the Jobs API runs any code that reaches it",
+                f"{shown} for everybody",
+                "must open only SSH's port to everybody, because anyone who reaches Ray's Jobs API can run code",
                 "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)",
             )
 
@@ -185,7 +203,10 @@ def _machines(cluster: ClusterFile) -> Iterator[Finding]:
         machine = _node_config(cluster, node_type)
         price = known.get(node_type.instance_type or "")
         yield from _resource(
-            node_type, "CPU", price.vcpus if price else None, f"{field}.resources.CPU"
+            node_type,
+            "CPU",
+            price.vcpus if price else None,
+            f"{field}.resources.CPU",
         )
         yield from _resource(
             node_type, "GPU", gpus_of(machine, price), f"{field}.resources.GPU"
@@ -209,13 +230,13 @@ def _resource(
             field,
             said,
             "should be 0 on the head: work there slows the scheduler, and can end the cluster",
-            "write 0, and let workers do it",
+            "write 0, and leave the work to workers",
         )
     elif has and resource == "GPU" and said < has and not node_type.is_head:
         yield warning(
             field,
             said,
-            f"leaves GPUs idle that are paid for: a {machine} has {has}",
+            f"leaves paid GPUs idle: a {machine} has {has}",
             f"write {has}",
         )
 
@@ -239,7 +260,7 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
             yield warning(
                 HEAD,
                 f"--dashboard-host={host}",
-                "must be the head's loopback: the dashboard runs the code of whoever may use it",
+                "must be the head's loopback, because anyone who reaches the dashboard can run code",
                 "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`",
             )
     if "ray start" in text and "--autoscaling-config" not in text:
@@ -249,33 +270,39 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
             "must give `ray start` its --autoscaling-config, or no worker is ever started",
             "add --autoscaling-config=~/ray_bootstrap_config.yaml",
         )
-    if "--no-monitor" in text and not re.search(r"\bcluster autoscale\b", text):
+    if "--no-monitor" in text and not re.search(
+        r"\bcluster autoscale\b", text
+    ):
         yield error(
             HEAD,
             "--no-monitor",
-            "must be followed by another autoscaler, or no worker is ever started",
-            "start `paceline-cluster autoscale ~/ray_bootstrap_config.yaml`, or remove it",
+            "starts no autoscaler, without which no worker is ever started",
+            "start `paceline-cluster autoscale ~/ray_bootstrap_config.yaml`, or remove --no-monitor",
         )
 
 
-def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
+def _token_file(
+    cluster: ClusterFile, head: Mapping[str, str]
+) -> Iterator[Finding]:
     place = head.get("RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
     end = re.sub(r"^(~|\$\{?HOME\}?)(?=/)", "", place)
     if (
         head.get("RAY_AUTH_MODE") == "token"
         and "RAY_AUTH_TOKEN" not in head
-        and not any(mount.endswith(end) for mount in cluster.config["file_mounts"])
+        and not any(
+            mount.endswith(end) for mount in cluster.config["file_mounts"]
+        )
     ):
         yield error(
             "file_mounts",
             MISSING,
-            f"must bring the token to {place}, or no node can join",
-            f"bring your {_TOKEN_FILE} there (made by `ray get-auth-token --generate`)",
+            f"must copy the token to {place}, or no node can join",
+            f"mount your {_TOKEN_FILE} at {place} (`ray get-auth-token --generate` makes the file)",
         )
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Find workers that have no permission to write to `storage`.
+    """Find worker types that have no permission to write to `storage`.
 
     Ray gives its own account to the head only.
     """
@@ -288,7 +315,7 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
         yield warning(
             "provider.msi_name",
             MISSING,
-            "must name an identity that may write to the container: Ray's own may only start machines",
+            "must name an identity that may write to the container: Ray's own identity may only start machines",
             "add `msi_name` and `msi_resource_group` of an identity with the role Storage Blob Data Contributor",
         )
     key = _ACCOUNTS.get((cluster.provider, scheme))
@@ -302,11 +329,13 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
                 f"available_node_types.{node_type.name}.node_config.{key}",
                 MISSING,
                 f"must let workers write to {scheme}://, which Ray arranges for the head only",
-                f"add `{key}` of an account that may use the bucket",
+                f"set `{key}` to an identity that may write to the bucket",
             )
 
 
-def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]:
+def _node_config(
+    cluster: ClusterFile, node_type: NodeType
+) -> Mapping[str, Any]:
     types: Mapping[str, Any] = cluster.config["available_node_types"]
     return types.get(node_type.name, {}).get("node_config", {})  # type: ignore[no-any-return]
 
@@ -316,7 +345,8 @@ def _environment_findings(
 ) -> Iterator[Finding]:
     """Find unsafe and contradictory environment variables where Ray starts.
 
-    `starts` holds the variables by the field that sets them, the head's first.
+    `starts` holds the variables that each field sets; the head's field is
+    first.
     """
     storage = next(iter(starts.values())).get("PACELINE_STORAGE")
     for field, environment in starts.items():
@@ -326,7 +356,7 @@ def _environment_findings(
             yield error(
                 field,
                 value,
-                "must turn token authentication on, or whoever reaches a port runs code",
+                "must turn on token authentication, or anyone who reaches a port can run code",
                 "set RAY_AUTH_MODE=token where Ray starts",
             )
         token = environment.get("RAY_AUTH_TOKEN", "$")
@@ -335,7 +365,7 @@ def _environment_findings(
                 field,
                 MISSING,
                 "must not hold RAY_AUTH_TOKEN, which is a secret",
-                "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret",
+                "put the token in a file (`ray get-auth-token --generate` makes one), or take it from a secret store",
             )
         own = environment.get("PACELINE_STORAGE")
         if not own:
@@ -350,7 +380,7 @@ def _environment_findings(
                 field,
                 f"PACELINE_STORAGE={own}",
                 f"differs from the head's, {storage}",
-                "write one place",
+                "write the same place in both",
             )
     if storage and (_OWN_DISK.match(storage) or _RELATIVE.match(storage)):
         yield error(
@@ -362,18 +392,20 @@ def _environment_findings(
 
 
 def _keys(written: object) -> Iterator[Finding]:
-    """Find a long-lived key or a password in the content of a file."""
+    """Find a long-lived cloud key or a password in the content of a file."""
     if _KEYS.search(str(written)):
         yield error(
-            "a cloud key",
+            "the file",
             MISSING,
-            "must not stand in the file: it is a long-lived key, and is copied to every node",
-            "give the nodes a role (instance profile, service account, managed identity)",
+            "must hold no cloud key or password, since it is copied to every node",
+            "remove the key or password, and give the nodes a role (instance profile, service account, managed identity)",
         )
 
 
-def _version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
-    """Compare a version that a file installs with the one that Paceline uses here.
+def _version_finding(
+    field: str, package: str, version: str
+) -> Iterator[Finding]:
+    """Compare a version that a file installs with the version that Paceline uses here.
 
     `version` is "" if it is not pinned.
     """
@@ -381,16 +413,20 @@ def _version_finding(field: str, package: str, version: str) -> Iterator[Finding
     fix = f"write {package}=={right}"
     if not version:
         yield warning(
-            field, package, "must be pinned, or nodes that start later differ", fix
+            field,
+            package,
+            "must be pinned, or nodes that start later get another version",
+            fix,
         )
     # Ignore the build: 2.15.0+cu130.
     elif right is not None and version.split("+")[0] != right.split("+")[0]:
-        # Ray's client and cluster must have the same version; others only should.
+        # Ray's client and cluster must have the same version; a difference in
+        # another package is only a warning.
         level = error if package == "ray" else warning
         yield level(
             field,
             f"{package}=={version}",
-            f"differs from {right}, which Paceline has here",
+            f"differs from {right}, which Paceline uses here",
             fix,
         )
 
@@ -403,13 +439,16 @@ def pip_arguments(command: str) -> list[str]:
 def installs(arguments: str) -> list[tuple[str, str]]:
     """Return (package, version) for Ray and torch, if installed.
 
-    The version is "" if nothing pins it; packages that a constraint file pins are left
-    out.
+    The version is "" if nothing pins it; packages that a constraint file pins
+    are left out.
     """
     found = re.findall(
-        r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
+        r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])",
+        arguments,
     )
-    is_constrained = re.search(r"(?:-c|-r|--constraint|--requirement)[\s=]", arguments)
+    is_constrained = re.search(
+        r"(?:-c|-r|--constraint|--requirement)[\s=]", arguments
+    )
     return [
         (package, version)
         for package, version in found
@@ -418,14 +457,20 @@ def installs(arguments: str) -> list[tuple[str, str]]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return the variables that shell commands set, unquoted; the last value counts."""
-    return {name: value.strip("'\"") for name, value in _ASSIGNMENT.findall(text)}
+    """Return the variables that shell commands set, with the last value, unquoted."""
+    return {
+        name: value.strip("'\"") for name, value in _ASSIGNMENT.findall(text)
+    }
 
 
 @functools.cache
 def expected_versions() -> dict[str, str]:
-    """Return the versions that nodes should have: constraints.txt, else those here."""
-    text = _CONSTRAINTS.read_text(encoding="utf-8") if _CONSTRAINTS.is_file() else ""
+    """Return the versions that nodes should have: constraints.txt, else installed ones."""
+    text = (
+        _CONSTRAINTS.read_text(encoding="utf-8")
+        if _CONSTRAINTS.is_file()
+        else ""
+    )
     return package_versions("ray", "torch") | dict(
         re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE)
     )

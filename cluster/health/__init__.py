@@ -1,4 +1,4 @@
-"""Examine nodes, and judge what is found.
+"""Examine nodes, and judge the results.
 
 The entry points are `check` and `require_sound` (check.py), and `check_local`
 (probes.py).

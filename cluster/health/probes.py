@@ -1,7 +1,7 @@
-"""Look at nodes, judge what was seen, and show the result.
+"""Examine nodes, judge the results, and show them.
 
-Functions that look run on the node itself. They import torch only when called, because
-a sweep imports this file before its Ray is up.
+The functions that examine a node run on that node. They import torch only when
+called, because a sweep imports this file before Ray is up.
 """
 
 import contextlib
@@ -20,11 +20,12 @@ from rich.table import Table
 
 from cluster import Finding, error
 from trainers.devices.peers import code_digest
-from trainers.errors import StorageError, first_line
+from trainers.errors import StorageError, counted, first_line
 from trainers.storage import Storage
 from trainers.versions import package_versions
 
-# How late another node's file may appear: NFS caches a directory for some seconds.
+# How much later another node's file may appear, s: NFS caches directories for
+# a few seconds.
 _SEEN_WITHIN_S = 5.0
 
 
@@ -36,12 +37,12 @@ class Node:
     host: str
     address: str
     answers: bool = True
-    """Whether it has answered everything so far."""
+    """Whether the node has answered every call so far."""
     versions: Mapping[str, str] = field(default_factory=dict)
     num_gpus: int = 0
-    """As Ray counts them."""
+    """Number of GPUs, as Ray counts them."""
     device: str = ""
-    """Model of its GPU, else of its CPU."""
+    """Product name of the node's first GPU or, if the node has no GPU, of its CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class NodeFinding(Finding):
 
 
 def on(node: Node, found: Iterable[Finding]) -> list[NodeFinding]:
-    """Return findings as findings about this node."""
+    """Return findings, marked as findings about this node."""
     place: dict[str, Any] = {"node_id": node.node_id, "host": node.host}
     return [NodeFinding(**vars(each), **place) for each in found]
 
 
 def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the nodes that could read the markers of at most half of the nodes.
+    """Return the nodes that could read the markers of at most half of all nodes.
 
-    `seen` lists, by node, the nodes whose markers it could read.
+    `seen` lists, for each node, the nodes whose markers it could read.
     """
     found = []
     for node_id, markers in seen.items():
@@ -74,15 +75,22 @@ def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def different(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find versions other than the most common; in a tie, the first one counts."""
+    """Find versions other than the most common one (in a tie, the first to occur)."""
     found: list[NodeFinding] = []
-    for name in dict.fromkeys(name for node in nodes for name in node.versions):
+    for name in dict.fromkeys(
+        name for node in nodes for name in node.versions
+    ):
         own = [node.versions.get(name, "absent") for node in nodes]
         [(right, _)] = Counter(own).most_common(1)
         rule = f"must be {right} as on the other nodes"
         for node, version in zip(nodes, own, strict=True):
             if version != right:
-                wrong = error(name, version, rule, "install the same everywhere")
+                wrong = error(
+                    name,
+                    version,
+                    rule,
+                    "install the same version on all nodes",
+                )
                 found += on(node, [wrong])
     return found
 
@@ -102,7 +110,13 @@ def print_report(
         print(json.dumps({"nodes": rows, "findings": findings}, indent=2))
     else:
         table = Table(
-            "node", "address", "device", "GPUs", "verdict", box=None, pad_edge=False
+            "node",
+            "address",
+            "device",
+            "GPUs",
+            "verdict",
+            box=None,
+            pad_edge=False,
         )
         for node, verdict in zip(nodes, verdicts, strict=True):
             table.add_row(
@@ -112,8 +126,12 @@ def print_report(
                 str(node.num_gpus),
                 verdict,
             )
-        Console(width=1000, markup=False, emoji=False, highlight=False).print(table)
-        print(*(" ".join(pair) for pair in nodes[0].versions.items()), sep=", ")
+        Console(width=1000, markup=False, emoji=False, highlight=False).print(
+            table
+        )
+        print(
+            *(" ".join(pair) for pair in nodes[0].versions.items()), sep=", "
+        )
         for each in found:
             print(f"{each.level}: {each}")
         print(f"{len(nodes) - len(bad)} of {len(nodes)} nodes in order")
@@ -127,12 +145,18 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    """Return the model of this machine's first GPU, or of its CPU."""
+    """Return the product name of this machine's first GPU, or of its CPU."""
     from trainers.devices.device import opened_nvml
 
-    with opened_nvml() as nvml, contextlib.suppress(Exception):  # a lost one has none
+    # A lost GPU has no name.
+    with (
+        opened_nvml() as nvml,
+        contextlib.suppress(Exception),
+    ):
         if nvml is not None:
-            return str(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0)))
+            return str(
+                nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0))
+            )
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -143,8 +167,8 @@ def device_name() -> str:
 def gpu_findings(least: int) -> list[Finding]:
     """Return what NVML finds wrong with this node's GPUs; at least `least` must exist.
 
-    There are no findings if NVML does not answer; what a driver does not support counts
-    as healthy.
+    There are no findings if NVML does not answer. If a driver does not support
+    one of the queries, the GPU counts as healthy in that respect.
     """
     from trainers.devices.device import opened_nvml
 
@@ -158,7 +182,7 @@ def gpu_findings(least: int) -> list[Finding]:
                 error(
                     "GPUs",
                     count,
-                    f"must be the {least} that Ray gives out",
+                    f"must be at least the {least} that Ray gives out",
                     "restart the host, or take it out of the cluster",
                 )
             )
@@ -179,36 +203,47 @@ def _against(nvml: Any, index: int) -> list[Finding]:
                 field,
                 str(failure),
                 "must answer NVML",
-                "restart the host; if it stays so, replace the GPU",
+                "restart the host; if that does not help, replace the GPU",
             )
         ]
     errors = 0
     is_worn = False
     with contextlib.suppress(nvml.NVMLError):
         errors = nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            handle,
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            nvml.NVML_VOLATILE_ECC,
         )
     with contextlib.suppress(nvml.NVMLError):
         _, _, *remaps = nvml.nvmlDeviceGetRemappedRows(handle)
-        is_worn = any(remaps)  # one waits for a reset, or could not be done
+        is_worn = any(
+            remaps
+        )  # a remap is pending until a reset, or has failed
     found = []
-    if errors or is_worn:
+    faults = []
+    if errors:
+        faults.append(counted(errors, "uncorrected memory error"))
+    if is_worn:
+        faults.append("memory rows that are to be remapped, or could not be")
+    if faults:
         found.append(
             error(
                 field,
-                f"{errors} uncorrected memory errors",
-                "must have none, and no rows to remap",
-                "reset it; if they return, replace it",
+                " and ".join(faults),
+                "must have sound memory",
+                "reset the GPU; if the faults return, replace the GPU",
             )
         )
-    reasons = slowed_by(nvml, handle) - {"power cap"}  # which may be intended
+    reasons = slowed_by(nvml, handle) - {
+        "power cap"
+    }  # a power cap may be intended
     if reasons:
         found.append(
             error(
                 field,
                 f"slowed by {', '.join(sorted(reasons))}",
-                "must run at its own clocks",
-                "look at cooling and power",
+                "must run at its full clocks",
+                "check the cooling and the power supply",
             )
         )
     return found
@@ -222,13 +257,15 @@ def check_local(as_json: bool) -> int:
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    node = Node("", platform.node(), "", versions=versions(), num_gpus=num_gpus)
+    node = Node(
+        "", platform.node(), "", versions=versions(), num_gpus=num_gpus
+    )
     node.device = device_name()
     return print_report([node], on(node, gpu_findings(0)), as_json)
 
 
 def write_marker(uri: str, name: str) -> str | None:
-    """Write a marker file that contains its name; return what went wrong, or None."""
+    """Write a marker file that contains its own name; return the error, or None."""
     try:
         Storage(uri).write(name, name.encode())
     except (StorageError, OSError) as failure:
@@ -237,7 +274,7 @@ def write_marker(uri: str, name: str) -> str | None:
 
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
-    """Return the markers that this node can read; wait a while for missing ones."""
+    """Return the markers that this node can read; wait a few seconds for the others."""
     storage = Storage(uri)
     deadline = time.monotonic() + _SEEN_WITHIN_S
     seen: list[str] = []

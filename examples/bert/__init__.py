@@ -1,1 +1,1 @@
-"""BERT, fine-tuned."""
+"""BERT, fine-tuned to classify texts."""

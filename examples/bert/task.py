@@ -34,7 +34,7 @@ GEOMETRIES: dict[str, dict[str, int]] = {
         "intermediate_size": 4096,
     },
 }
-"""Devlin et al. 2018 (tiny: for tests)."""
+"""Sizes of BERT by name (Devlin et al. 2018); tiny is for tests."""
 _PRETRAINED = {
     "base": "google-bert/bert-base-uncased",
     "large": "google-bert/bert-large-uncased",
@@ -42,23 +42,24 @@ _PRETRAINED = {
 _CLASSES = 2
 _VOCABULARY = 30_522
 _PADDING = 0
-_FIRST_WORD = 1000  # BERT's tokens below are special or unused
+_FIRST_WORD = 1000  # BERT's tokens below this one are special or unused
 
 
 class Bert(MaySynthesize):
     """Classify B texts [B, length] (token ids, padded with 0).
 
-    With `synthetic` nothing is downloaded: the model has the geometry and random
-    weights, and there are `samples` texts of random words.
+    With `synthetic: true` nothing is downloaded: the model has random weights,
+    and each split has `samples` texts of random words.
 
     Args:
-        train: Parquet files (a path or a glob) with texts and a column `label`, 0 or 1.
-        val: The same, for validation.
-        text: The column of texts.
-        length: Tokens of a text, after padding and cutting.
-        geometry: base, large, or tiny.
-        pretrained: A name on the Hugging Face hub or a directory. None: Google's weights
-            of that geometry.
+        train: Parquet files for training (a path or a glob), with a column of
+            texts and a column `label` of 0 or 1.
+        val: Parquet files for validation, with the same columns.
+        text: The name of the column of texts.
+        length: The number of tokens to which each text is padded or cut.
+        geometry: The size of the model: base, large or tiny.
+        pretrained: The model's name on the Hugging Face hub, or its directory.
+            None: Google's weights for `geometry`.
     """
 
     def __init__(
@@ -115,18 +116,20 @@ class Bert(MaySynthesize):
             raise ConfigError(
                 "task_args.pretrained",
                 self.pretrained,
-                f"cannot be had ({str(error).splitlines()[0]})",
-                "name a directory that holds it, or set `task_args: {synthetic: true}`",
+                f"cannot be loaded ({str(error).splitlines()[0]})",
+                "name a directory with the model, or set `task_args: {synthetic: true}`",
             ) from error
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """Return token ids [length] and the label of each text."""
+        """Return a dataset of token ids [length] and labels."""
         if self.synthetic:
             return TensorDataset(*self._synthetic_texts(1 + (split == "val")))
         files = sorted(glob(self.files[split] or ""))  # noqa: PTH207 (may be absolute)
         table = pyarrow.dataset.dataset(files).to_table([self.text, "label"])
         labels = torch.tensor(table["label"].to_pylist())
-        return TensorDataset(self._tokens(table[self.text].to_pylist()), labels)
+        return TensorDataset(
+            self._tokens(table[self.text].to_pylist()), labels
+        )
 
     def _tokens(self, texts: list[str]) -> Tensor:
         from transformers import AutoTokenizer
@@ -143,24 +146,36 @@ class Bert(MaySynthesize):
         return ids
 
     def _synthetic_texts(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Return texts of every length; a class prefers words of its own share."""
+        """Return texts [N, length] and labels [N]; each class prefers its own words."""
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(_CLASSES, (self.samples,), generator=generator)
         words = torch.randint(
-            _FIRST_WORD, _VOCABULARY, (self.samples, self.length), generator=generator
+            _FIRST_WORD,
+            _VOCABULARY,
+            (self.samples, self.length),
+            generator=generator,
         )
         share = (_VOCABULARY - _FIRST_WORD) // _CLASSES
-        own = _FIRST_WORD + labels.unsqueeze(1) * share + (words - _FIRST_WORD) % share
+        own = (
+            _FIRST_WORD
+            + labels.unsqueeze(1) * share
+            + (words - _FIRST_WORD) % share
+        )
         ids = torch.where(
             torch.rand(words.shape, generator=generator) < 0.5, own, words
         )
         lengths = torch.randint(
-            self.length // 2, self.length + 1, (self.samples, 1), generator=generator
+            self.length // 2,
+            self.length + 1,
+            (self.samples, 1),
+            generator=generator,
         )
-        return ids.masked_fill_(torch.arange(self.length) >= lengths, _PADDING), labels
+        return ids.masked_fill_(
+            torch.arange(self.length) >= lengths, _PADDING
+        ), labels
 
     def model(self) -> nn.Module:
-        """Transformers' BertForSequenceClassification: logits [B, classes]."""
+        """Return a BertForSequenceClassification, which gives logits [B, classes]."""
         from transformers import BertConfig, BertForSequenceClassification
 
         if not self.synthetic:
@@ -178,11 +193,11 @@ class Bert(MaySynthesize):
         return made
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """Logits; padding is masked.
+        """Return the logits [B, classes]; padding is masked.
 
-        Of a mask [B, L] Transformers asks the device whether anything is masked at all,
-        and waits for that in each forward; one that is bool [B, 1, 1, L] it takes as it
-        is.
+        If the mask had the shape [B, L], transformers would wait in each
+        forward pass for the device's answer whether anything is masked. A bool
+        mask [B, 1, 1, L] is used unchanged, without waiting.
         """
         ids = batch[0]
         logits: Tensor = model(
@@ -191,11 +206,11 @@ class Bert(MaySynthesize):
         return logits
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy."""
+        """Return the mean cross entropy."""
         return F.cross_entropy(outputs, batch[1].long())
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-        """Accuracy, one value a sample."""
+        """Return the accuracy, one value per sample."""
         return {
             "accuracy": outputs.argmax(1) == batch[1],
             **super().metrics(outputs, batch),

@@ -1,10 +1,11 @@
 """CIFAR-10 with a ResNet-9 designed for 94 % in 24 epochs.
 
-The data is resident and augmented on the device.
+The data stays on the device, and is augmented there.
 
-Network, schedule and augmentation follow David Page's "How to train your ResNet" (2018)
-with label smoothing: crops out of a reflecting border of four pixels, mirroring, and a
-blank square of 8 x 8.
+Network, schedule, label smoothing and augmentation follow David Page's "How to
+train your ResNet" (2018). The augmentation shifts an image by up to four
+pixels, fills the border by reflection, mirrors the image, and blanks a square
+of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Cifar10(SmallImages):
         self._statistics: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def model(self) -> nn.Module:
-        """ResNet-9: logits [B, 10]."""
+        """Return a ResNet-9, which gives logits [B, 10]."""
         wide = self.width
         return nn.Sequential(
             _block(3, wide),
@@ -85,9 +86,9 @@ class Cifar10(SmallImages):
         )
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Return normalised floats; in training cropped, mirrored and partly blank.
+        """Return normalised floats and the labels; augment the images in training.
 
-        Each image has its own draw.
+        Each image gets its own random shift, mirroring and blank square.
         """
         images, labels = batch
         if training:
@@ -98,37 +99,46 @@ class Cifar10(SmallImages):
     def _normalised(self, images: Tensor) -> Tensor:
         if (
             images.device not in self._statistics
-        ):  # of the training pixels; on the device once, not in every step
-            mean = torch.tensor([125.31, 122.95, 113.87], device=images.device).view(
-                3, 1, 1
-            )
-            deviation = torch.tensor([62.99, 62.09, 66.70], device=images.device).view(
-                3, 1, 1
-            )
+        ):  # of the training pixels; copied to the device once, not in every step
+            mean = torch.tensor(
+                [125.31, 122.95, 113.87], device=images.device
+            ).view(3, 1, 1)
+            deviation = torch.tensor(
+                [62.99, 62.09, 66.70], device=images.device
+            ).view(3, 1, 1)
             self._statistics[images.device] = mean, deviation
         mean, deviation = self._statistics[images.device]
         return images.float().sub_(mean).div_(deviation)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy with smoothed labels, in validation too."""
-        return F.cross_entropy(outputs, batch[1], label_smoothing=self.label_smoothing)
+        """Return the mean cross entropy with smoothed labels, also in validation."""
+        return F.cross_entropy(
+            outputs, batch[1], label_smoothing=self.label_smoothing
+        )
 
 
 def crop_and_mirror(images: Tensor) -> Tensor:
-    """Return each image [B, C, H, W] moved by up to four pixels, half of them mirrored.
+    """Return images [B, C, H, W] shifted by up to four pixels, half of them mirrored.
 
-    An image is reflected at its border.
-
-    One gather from the images as they are: no padded copy, and nothing waits for the
-    device.
+    Pixels beyond the border are reflections. A single gather reads the images,
+    so there is no padded copy, and nothing waits for the device.
     """
     count, _, height, width = images.shape
-    draw = torch.randint(2 * _BORDER + 1, (2, count, 1), device=images.device) - _BORDER
-    rows = _reflected(draw[0] + torch.arange(height, device=images.device), height)
-    columns = _reflected(draw[1] + torch.arange(width, device=images.device), width)
+    draw = (
+        torch.randint(2 * _BORDER + 1, (2, count, 1), device=images.device)
+        - _BORDER
+    )
+    rows = _reflected(
+        draw[0] + torch.arange(height, device=images.device), height
+    )
+    columns = _reflected(
+        draw[1] + torch.arange(width, device=images.device), width
+    )
     mirrored = torch.rand(count, 1, device=images.device) < 0.5
     columns = torch.where(mirrored, columns.flip(1), columns)
-    places = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(count, 1, -1)
+    places = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(
+        count, 1, -1
+    )
     return (
         images.flatten(2)
         .gather(2, places.expand(-1, images.shape[1], -1))
@@ -141,15 +151,19 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 def blank_squares(images: Tensor) -> Tensor:
-    """Set a square of 8 x 8 of each normalised image to the mean, in place."""
+    """Set a random 8 x 8 square of each normalised image to the mean, in place."""
     count, _, height, width = images.shape
-    corner = torch.randint(height - _BLANK + 1, (count, 1), device=images.device)
+    corner = torch.randint(
+        height - _BLANK + 1, (count, 1), device=images.device
+    )
     inside_rows = _within(corner, height)
     inside_columns = _within(
-        torch.randint(width - _BLANK + 1, (count, 1), device=images.device), width
+        torch.randint(width - _BLANK + 1, (count, 1), device=images.device),
+        width,
     )
     return images.masked_fill_(
-        (inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)).unsqueeze(1), 0.0
+        (inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)).unsqueeze(1),
+        0.0,
     )
 
 

@@ -25,7 +25,7 @@ class Digits(Task):
         self.channels = channels
 
     def model(self) -> nn.Module:
-        """Two convolutions and one linear layer: logits [B, 10] of images [B, 1, 8, 8]."""
+        """Return a CNN with three layers: images [B, 1, 8, 8] to logits [B, 10]."""
         width = self.channels
         return nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1),
@@ -40,7 +40,7 @@ class Digits(Task):
     def dataset(self, split: str) -> TensorDataset:
         """Return 1,438 training or 359 validation images with labels.
 
-        The split is the same every time.
+        Every call splits the images in the same way.
         """
         from sklearn.datasets import load_digits
 
@@ -55,14 +55,14 @@ class Digits(Task):
         return TensorDataset(images[chosen], labels[chosen])
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Images as floats [B, 1, 8, 8] between -1 and 1."""
+        """Return the images as floats [B, 1, 8, 8] from -1 to 1, and the labels."""
         images, labels = batch
         return images.unsqueeze(1).float().div_(8).sub_(1), labels
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy."""
+        """Return the mean cross entropy."""
         return F.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Accuracy, one value a sample."""
+        """Return the accuracy, one value per sample."""
         return {"accuracy": outputs.argmax(1) == batch[1]}

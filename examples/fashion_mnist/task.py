@@ -1,6 +1,6 @@
 """Fashion-MNIST: ten kinds of clothing in MNIST's format.
 
-Only data and statistics differ from MNIST's task.
+This task differs from MNIST's in data, pixel statistics and mirroring.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ class FashionMnist(Mnist):
     deviation = 0.3530
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Normalised floats; in training every other image, at random, is mirrored."""
+        """Return normalised floats; in training, half of the images are mirrored."""
         images, labels = super().transform(batch, training)
         if training:
-            mirrored = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+            mirrored = (
+                torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+            )
             images = torch.where(mirrored, images.flip(3), images)
         return images, labels

@@ -1,6 +1,7 @@
 """A character language model in plain PyTorch.
 
-Lines of text as bytes, a small GPT, a mean over tokens as its loss.
+The data are lines of text as bytes, the model is a small GPT, and the loss is
+a mean over tokens.
 """
 
 from __future__ import annotations
@@ -38,47 +39,57 @@ class Block(nn.Module):
         )
 
     def forward(self, states: Tensor) -> Tensor:
-        """[B, T, D] to the same."""
+        """Return the new states [B, T, D]."""
         split = self.projections(self.attention_norm(states)).unflatten(
             2, (3, self.heads, -1)
         )
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         states = states + self.merge(mixed.transpose(1, 2).flatten(2))
         return states + self.mlp(self.mlp_norm(states))
 
 
 class Gpt(nn.Module):
-    """Logits [B, T, 256] of the byte that follows each of [B, T].
+    """A small GPT: bytes [B, T] to logits [B, T, 256] of the byte after each byte.
 
-    Input and output share their embedding.
+    Input and output share an embedding.
     """
 
-    def __init__(self, context: int, width: int, heads: int, layers: int) -> None:
+    def __init__(
+        self, context: int, width: int, heads: int, layers: int
+    ) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(
+            *(Block(width, heads) for _ in range(layers))
+        )
         self.norm = nn.LayerNorm(width)
         for embedding in (self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Padding lies behind a line, where a causal model cannot see it."""
+        """Return the logits [B, T, 256].
+
+        Padding comes after a line, so the logits of the line do not depend on it.
+        """
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        states = self.norm(self.blocks(self.bytes(tokens) + self.positions(places)))
+        states = self.norm(
+            self.blocks(self.bytes(tokens) + self.positions(places))
+        )
         return F.linear(states, self.bytes.weight)
 
 
 class CharacterModel(Task):
-    """Predict every byte of a line of text from those before it.
+    """Predict every byte of a line of text, and its newline, from the bytes before.
 
-    The newline at its end is one of them.
-
-    `text`: a file on every node, whose last tenth validates (default: `lines` lines
-    made by examples/gpt/text.py). Longer lines are cut into pieces of `context` bytes.
-    `packed`: rows of `context` bytes without padding, cut from all lines in their
-    order, so that a context of many lines trains on text alone.
+    `text`: a file on every node; the last tenth of the file's lines is the
+    validation split. The default is `lines` training lines that
+    examples/gpt/text.py draws, and a tenth as many for validation. Lines longer than
+    `context` bytes are cut into pieces. `packed`: cut the whole text into rows
+    of `context` bytes without padding, so that a context can span many lines.
     """
 
     def __init__(
@@ -100,14 +111,14 @@ class CharacterModel(Task):
         self.layers = layers
 
     def model(self) -> nn.Module:
-        """A GPT."""
+        """Return a GPT."""
         return Gpt(self.context, self.width, self.heads, self.layers)
 
     def dataset(self, split: str) -> TensorDataset:
         """Return rows uint8 [N, context + 1]: a newline, a line, a newline, and padding.
 
-        Packed, a row is nothing but text, and begins with the byte that the row before
-        it ended with.
+        Packed rows contain only text; each row begins with the last byte of
+        the row before.
         """
         held_out = max(1, int(self.lines * _VALIDATION_SHARE))
         if self.text is None:
@@ -120,16 +131,22 @@ class CharacterModel(Task):
             file = Path(self.text).expanduser()
             if not file.is_file():
                 raise ConfigError(
-                    "task_args.text", self.text, "is not there", "name a text file"
+                    "task_args.text",
+                    self.text,
+                    "does not exist",
+                    "name a text file",
                 )
             lines = [
-                line for line in file.read_text(encoding="utf-8").splitlines() if line
+                line
+                for line in file.read_text(encoding="utf-8").splitlines()
+                if line
             ]
             held_out = max(1, int(len(lines) * _VALIDATION_SHARE))
             lines = lines[-held_out:] if split == "val" else lines[:-held_out]
         if self.packed:
             text = torch.frombuffer(
-                bytearray("\n".join(["", *lines, ""]).encode()), dtype=torch.uint8
+                bytearray("\n".join(["", *lines, ""]).encode()),
+                dtype=torch.uint8,
             )
             short = max(0, self.context + 1 - len(text))
             return TensorDataset(
@@ -138,9 +155,13 @@ class CharacterModel(Task):
                 .contiguous()
             )
         pieces = [
-            piece for line in lines for piece in self._pieces(line.encode() + b"\n")
+            piece
+            for line in lines
+            for piece in self._pieces(line.encode() + b"\n")
         ]
-        rows = torch.full((len(pieces), self.context + 1), _PADDING, dtype=torch.uint8)
+        rows = torch.full(
+            (len(pieces), self.context + 1), _PADDING, dtype=torch.uint8
+        )
         rows[:, 0] = _NEWLINE
         for row, piece in zip(rows, pieces, strict=True):
             row[1 : 1 + len(piece)] = torch.frombuffer(
@@ -155,12 +176,12 @@ class CharacterModel(Task):
         ]
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Tokens [B, T] and the tokens that follow them [B, T], int64."""
+        """Return tokens [B, T] and the tokens that follow them [B, T], as int64."""
         rows = batch[0].long()
         return rows[:, :-1], rows[:, 1:]
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy in nats, the mean over all tokens but padding."""
+        """Return the cross entropy, nats, as the mean over all tokens except padding."""
         summed = F.cross_entropy(
             outputs.flatten(0, 1),
             batch[1].flatten(),
@@ -172,19 +193,19 @@ class CharacterModel(Task):
         )  # a batch of empty lines has no token
 
     def weight(self, batch: Any) -> Tensor:
-        """Return the number of tokens.
+        """Return the number of tokens without padding.
 
-        Lines differ in length, and microbatches and workers must not weigh alike for
-        that.
+        Lines differ in length, so microbatches and workers are weighted by
+        their tokens.
         """
         return (batch[1] != _PADDING).sum()
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Share of a line's bytes that the first guess names, one value a sample."""
+        """Return the share of bytes that were predicted right, one value per sample."""
         counted = batch[1] != _PADDING
         right = (outputs.argmax(2) == batch[1]) & counted
         return {"accuracy": right.sum(1) / counted.sum(1).clamp(min=1)}
 
     def predictions(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        """The first guess at every byte [B, T]."""
+        """Return the most likely byte at every position [B, T]."""
         return {"next_byte": outputs.argmax(2)}

@@ -1,10 +1,9 @@
-"""Text of our own making whose entropy is known.
+"""Generated text whose entropy, and so the best possible loss, is known.
 
-How well a language model can do on it is a number, not a guess.
-
-Every line is drawn evenly from all combinations of the words below, so no model can
-spend less than `nats_of_a_line` on one; to reach that it must copy name, thing and
-colour from the first sentence into the second.
+Every line is drawn evenly from all combinations of the words below. So no
+model can have a smaller mean loss per line than `nats_of_a_line`. To reach
+that loss, a model must copy name, thing and colour from the first sentence to
+the second.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PLACES = [
 
 
 def draw_lines(count: int, seed: int) -> list[str]:
-    """Lines, the same for the same seed."""
+    """Return random lines; the same seed gives the same lines."""
     rng = random.Random(seed)
     lines = []
     for _ in range(count):
@@ -50,5 +49,5 @@ def draw_lines(count: int, seed: int) -> list[str]:
 
 
 def nats_of_a_line() -> float:
-    """Entropy of a line."""
+    """Return the entropy of a line, nats."""
     return math.log(len(_NAMES) * len(_COLOURS) * len(_THINGS) * len(_PLACES))

@@ -1,10 +1,11 @@
-"""Convert class folders of images to squares of pixels that are mapped into memory.
+"""Convert class folders of images to square images in memory-mapped files.
 
 Run as: python -m examples.imagenet.convert FOLDER OUT [--stored 256]
 
-FOLDER holds `train` and `val`, each with a folder for each class (torchvision's
-ImageFolder). OUT gets, for each, `pixels.npy` and `labels.npy` (0.2 MB an image: 252 GB
-for all of ImageNet). A split that is there is not written again.
+FOLDER holds `train` and `val`, each with a folder per class (torchvision's
+ImageFolder). In OUT, each of these two splits gets a `pixels.npy` and a
+`labels.npy` (0.2 MB per image, 252 GB for all of ImageNet). A split that OUT
+already has is not written again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_pixels(path: str, stored: int) -> np.ndarray:
 
 
 def convert(folder: Path, out: Path, stored: int, workers: int) -> None:
-    """Write every split that is not there."""
+    """Write every split that `out` does not have."""
     from torchvision.datasets import ImageFolder
 
     with ProcessPoolExecutor(workers) as pool:
@@ -48,7 +49,9 @@ def convert(folder: Path, out: Path, stored: int, workers: int) -> None:
             )
             paths = [path for path, _ in samples]
             read = partial(read_pixels, stored=stored)
-            for number, image in enumerate(pool.map(read, paths, chunksize=64)):
+            for number, image in enumerate(
+                pool.map(read, paths, chunksize=64)
+            ):
                 pixels[number] = image
             pixels.flush()
             aside.rename(target)

@@ -1,4 +1,4 @@
-"""Image files as squares of uint8 pixels; random crops of whole batches."""
+"""Read image files as squares of uint8 pixels; crop whole batches at random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 class Square:
     """Reads an image file as uint8 [3, S, S], where S is `stored`.
 
-    The shorter side is scaled to S pixels, and the middle is cut out.
+    The shorter side is scaled to S pixels, and the middle square is cut out.
     """
 
     def __init__(self, stored: int) -> None:
@@ -27,10 +27,12 @@ class Square:
         with Image.open(file) as opened:
             opened.draft(
                 "RGB", (self.stored, self.stored)
-            )  # a JPEG is decoded at the next larger eighth of its size
+            )  # decodes a JPEG at the smallest sufficient fraction of its size
             image = opened.convert("RGB")
         scale = self.stored / min(image.size)
-        wide, high = (max(self.stored, round(side * scale)) for side in image.size)
+        wide, high = (
+            max(self.stored, round(side * scale)) for side in image.size
+        )
         left = (wide - self.stored) // 2
         top = (high - self.stored) // 2
         middle = image.resize((wide, high), Image.Resampling.BILINEAR).crop(
@@ -42,8 +44,9 @@ class Square:
 def crop_at_random(images: Tensor, size: int, smallest_area: float) -> Tensor:
     """Return a random part of each image, scaled and mirrored at random.
 
-    A part has `smallest_area` to all of the area, and sides from 3:4 to 4:3 (Szegedy et
-    al. 2014). Nothing waits for the device.
+    A part's share of the area is drawn from `smallest_area` to 1, and its
+    aspect ratio from 3:4 to 4:3 (Szegedy et al. 2014); sides that are too long
+    are cut. Nothing waits for the device.
 
     Returns:
         Floats [B, C, size, size].
@@ -61,7 +64,9 @@ def crop_at_random(images: Tensor, size: int, smallest_area: float) -> Tensor:
     centre = torch.empty(2, count, device=device).uniform_(-1.0, 1.0)
     mirror = torch.where(torch.rand(count, device=device) < 0.5, -1.0, 1.0)
     nothing = torch.zeros_like(wide)
-    across = torch.stack([wide * mirror, nothing, centre[0] * (1 - wide)], dim=1)
+    across = torch.stack(
+        [wide * mirror, nothing, centre[0] * (1 - wide)], dim=1
+    )
     down = torch.stack([nothing, high, centre[1] * (1 - high)], dim=1)
     grid = F.affine_grid(
         torch.stack([across, down], dim=1),

@@ -1,4 +1,4 @@
-"""ImageNet with torchvision's ResNet-50, from class folders or from mapped pixels."""
+"""ImageNet with torchvision's ResNet-50, from class folders or memory-mapped pixels."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _DEVIATION = (58.395, 57.12, 57.375)
 
 
 class ImageNet(MaySynthesize):
-    """Classify B images.
-
-    Squares [B, 3, S, S] (uint8) reach the device.
+    """Classify B square images [B, 3, S, S] (uint8).
 
     Args:
         data: A directory that holds `train` and `val`, each with class folders
-            (torchvision's ImageFolder) or with what examples/imagenet/convert.py writes.
-        synthetic: Random images in place of data.
-        samples: How many synthetic images each split has.
-        architecture: One of torchvision's models.
-        classes: How many there are.
-        stored: The side S of a square.
-        size: The side of what is cut out of it for the model.
-        smallest_area: The smallest share of a square that a random crop takes.
+            (torchvision's ImageFolder) or with the files of
+            examples/imagenet/convert.py.
+        synthetic: Whether to use random images instead of data.
+        samples: Number of synthetic images in each split.
+        architecture: The name of one of torchvision's models.
+        classes: Number of classes.
+        stored: The side S of a square, pixels.
+        size: The side of the model's input, pixels. The input is cut out of a
+            square.
+        smallest_area: The smallest share of a square's area that is drawn for
+            a random crop.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ImageNet(MaySynthesize):
         self._statistics: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def model(self) -> nn.Module:
-        """One of torchvision's models, untrained: logits [B, classes]."""
+        """Return an untrained model of torchvision, which gives logits [B, classes]."""
         from torchvision import models
 
         model: nn.Module = models.get_model(
@@ -76,7 +77,7 @@ class ImageNet(MaySynthesize):
         return model
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """Images uint8 [3, stored, stored] and their labels."""
+        """Return images uint8 [3, stored, stored] and their labels."""
         if self.synthetic:
             shape = (3, self.stored, self.stored)
             few = min(self.classes, _SYNTHETIC_CLASSES)
@@ -87,21 +88,22 @@ class ImageNet(MaySynthesize):
         where = self.data / split
         if not where.is_dir():
             rule = f"holds no directory {split}"
-            fix = "name one with train and val"
+            fix = "name a directory with train and val"
             raise ConfigError("task_args.data", str(self.data), rule, fix)
         if not (where / "pixels.npy").exists():
             from torchvision.datasets import ImageFolder
 
             return ImageFolder(where, loader=Square(self.stored))
-        # Mapped: read when a batch is made, and never written ("c" keeps torch content).
+        # Memory-mapped: pixels are read when a batch is made, and never
+        # written. With mode "c", torch does not warn of a read-only array.
         files = [where / "pixels.npy", where / "labels.npy"]
         arrays = [np.load(file, mmap_mode="c") for file in files]
         return TensorDataset(*map(torch.from_numpy, arrays))
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Return normalised floats [B, 3, size, size].
+        """Return normalised floats [B, 3, size, size], and the labels.
 
-        They are random crops in training, and the middle in validation.
+        Training uses random crops, validation the middle of each image.
         """
         images, labels = batch
         if training:
@@ -117,11 +119,13 @@ class ImageNet(MaySynthesize):
         return cut.sub_(mean).div_(deviation), labels
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Cross entropy with smoothed labels, in validation too."""
-        return F.cross_entropy(outputs, batch[1], label_smoothing=_LABEL_SMOOTHING)
+        """Return the mean cross entropy with smoothed labels, also in validation."""
+        return F.cross_entropy(
+            outputs, batch[1], label_smoothing=_LABEL_SMOOTHING
+        )
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-        """Accuracy of the first guess and of the first five, one value a sample."""
+        """Return the top-1 and the top-5 accuracy, one value each per sample."""
         guesses = outputs.topk(min(5, self.classes), dim=1).indices
         right = guesses == batch[1].unsqueeze(1)
         return {

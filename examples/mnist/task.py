@@ -21,9 +21,9 @@ class Mnist(SmallImages):
     mean, deviation = 0.1307, 0.3081  # of the training pixels
 
     def model(self) -> nn.Module:
-        """Return two convolutions and two linear layers: logits [B, 10].
+        """Return two convolutions and two linear layers, which give logits [B, 10].
 
-        It has dropout and 1.2 million parameters.
+        The model has dropout and 1.2 million parameters.
         """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3),
@@ -40,6 +40,8 @@ class Mnist(SmallImages):
         )
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Normalised floats, a whole batch at once on the device."""
+        """Return normalised floats and the labels; runs on the device."""
         images, labels = batch
-        return images.float().div_(255).sub_(self.mean).div_(self.deviation), labels
+        return images.float().div_(255).sub_(self.mean).div_(
+            self.deviation
+        ), labels

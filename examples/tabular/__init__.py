@@ -1,1 +1,1 @@
-"""Rows of a table."""
+"""Rows of a table in Parquet files."""

@@ -1,8 +1,8 @@
 """A table in Parquet files, and an MLP.
 
-The table is made by `setup()`, from a seed, where it is not there: 100,000 rows of 64
-columns; the class of a row is the largest of eight linear functions of it, so that it
-can be learned to near 100 %.
+`setup()` generates the table from a seed, unless it exists: 100,000 rows with
+64 columns. The class of a row is the index of the largest of eight linear
+functions of the row, so an MLP can learn it to almost 100 %.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from torch.utils.data import TensorDataset
 from trainers.task import Task
 
 _CLASSES = 8
-_FILES = 4  # of the training split
+_FILES = 4  # number of files of the training split
 _VALIDATION_SHARE = 0.1
 
 
 class Tabular(Task):
     """Classify B rows [B, F] (float32) into eight classes.
 
-    `root`: where the table is on each node. `rows`: of the training split. `features`:
-    columns of a row. `width`, `depth`: of the MLP. `seed`: of the table.
+    `root`: the directory of the table on each node. `rows`: number of rows in
+    the training split. `features`: number of columns. `width`, `depth`: size
+    and number of the MLP's hidden layers. `seed`: seed of the table.
     """
 
     def __init__(
@@ -49,25 +50,34 @@ class Tabular(Task):
         self.width = width
         self.depth = depth
         self.seed = seed
-        self.directory = Path(root).expanduser() / f"tabular-{rows}x{features}-{seed}"
+        self.directory = (
+            Path(root).expanduser() / f"tabular-{rows}x{features}-{seed}"
+        )
 
     @property
     def columns(self) -> list[str]:
-        """Return the names of a row's columns."""
+        """The names of a row's columns."""
         return [f"f{index:03d}" for index in range(self.features)]
 
     def setup(self) -> None:
-        """Write the table as Parquet, unless it is there: whole or not at all."""
+        """Write the table as Parquet, unless it exists; it appears only once complete."""
         if self.directory.exists():
             return
-        aside = self.directory.with_name(f"{self.directory.name}.{os.getpid()}.tmp")
+        aside = self.directory.with_name(
+            f"{self.directory.name}.{os.getpid()}.tmp"
+        )
         aside.mkdir(parents=True)
         rng = np.random.default_rng(self.seed)
-        teacher = rng.standard_normal((self.features, _CLASSES), dtype=np.float32)
+        teacher = rng.standard_normal(
+            (self.features, _CLASSES), dtype=np.float32
+        )
         for name, rows in self._files():
-            table = rng.standard_normal((rows, self.features), dtype=np.float32)
+            table = rng.standard_normal(
+                (rows, self.features), dtype=np.float32
+            )
             columns = {
-                column: table[:, index] for index, column in enumerate(self.columns)
+                column: table[:, index]
+                for index, column in enumerate(self.columns)
             }
             columns["label"] = (table @ teacher).argmax(1)
             pq.write_table(pa.table(columns), aside / name)
@@ -79,7 +89,10 @@ class Tabular(Task):
             (f"train-{index}.parquet", bounds[index + 1] - bounds[index])
             for index in range(_FILES)
         ]
-        return [*parts, ("val-0.parquet", max(1, int(self.rows * _VALIDATION_SHARE)))]
+        return [
+            *parts,
+            ("val-0.parquet", max(1, int(self.rows * _VALIDATION_SHARE))),
+        ]
 
     def dataset(self, split: str) -> TensorDataset:
         """Return rows [N, F] and their classes [N]."""
@@ -87,19 +100,23 @@ class Tabular(Task):
         table = pyarrow.dataset.dataset(files).to_table()
         columns = [table[name].to_numpy() for name in self.columns]
         rows = torch.from_numpy(np.stack(columns, axis=1))
-        return TensorDataset(rows, torch.from_numpy(table["label"].to_numpy().copy()))
+        return TensorDataset(
+            rows, torch.from_numpy(table["label"].to_numpy().copy())
+        )
 
     def model(self) -> nn.Module:
         """Return an MLP that gives logits [B, 8]."""
         layers: list[nn.Module] = []
-        for wide_in, wide in pairwise([self.features, *[self.width] * self.depth]):
+        for wide_in, wide in pairwise(
+            [self.features, *[self.width] * self.depth]
+        ):
             layers += [nn.Linear(wide_in, wide), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, _CLASSES))
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Return the cross entropy."""
+        """Return the mean cross entropy."""
         return F.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Return the accuracy, one value a sample."""
+        """Return the accuracy, one value per sample."""
         return {"accuracy": outputs.argmax(1) == batch[1]}

@@ -1,1 +1,1 @@
-"""From an existing training script to a task."""
+"""A training script, and the same training as a task."""

@@ -1,6 +1,4 @@
-"""A training script as people have them.
-
-It has model, data, loop, evaluation, and a file for the weights.
+"""A typical training script, with model, data, training loop and evaluation.
 
 Run as: python examples/your_model/before.py
 """
@@ -17,12 +15,14 @@ LR = 0.01
 
 
 def spirals(samples: int, seed: int) -> TensorDataset:
-    """Points [N, 2] on three noisy arms, and the arm of each [N]."""
+    """Return points [N, 2] on three noisy arms, and the arm of each point [N]."""
     generator = torch.Generator().manual_seed(seed)
     arms = torch.randint(3, (samples,), generator=generator)
     radius = torch.rand(samples, generator=generator)
     angle = (
-        4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
+        4.0 * radius
+        + arms * 2.0944
+        + 0.2 * torch.randn(samples, generator=generator)
     )
     return TensorDataset(
         torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms
@@ -30,14 +30,18 @@ def spirals(samples: int, seed: int) -> TensorDataset:
 
 
 def build_model() -> nn.Module:
-    """Logits [B, 3] of points [B, 2]."""
+    """Return a model that turns points [B, 2] into logits [B, 3]."""
     return nn.Sequential(
-        nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)
+        nn.Linear(2, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 3),
     )
 
 
 def train(epochs: int = EPOCHS) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(SEED)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model().to(device)
@@ -50,7 +54,9 @@ def train(epochs: int = EPOCHS) -> list[float]:
         sampler = RandomSampler(
             training, generator=torch.Generator().manual_seed(SEED + epoch)
         )
-        for points, arms in DataLoader(training, batch_size=BATCH, sampler=sampler):
+        for points, arms in DataLoader(
+            training, batch_size=BATCH, sampler=sampler
+        ):
             points = points.to(device)
             arms = arms.to(device)
             loss = F.cross_entropy(model(points), arms)

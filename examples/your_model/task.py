@@ -1,7 +1,4 @@
-"""The same training as a task.
-
-What before.py says of model, data and loss, and nothing of the loop.
-"""
+"""The training of before.py as a task: model, data and loss, without the loop."""
 
 import torch
 from torch import nn
@@ -12,12 +9,14 @@ from trainers.task import Task
 
 
 def spirals(samples: int, seed: int) -> TensorDataset:
-    """Points [N, 2] on three noisy arms, and the arm of each [N]."""
+    """Return points [N, 2] on three noisy arms, and the arm of each point [N]."""
     generator = torch.Generator().manual_seed(seed)
     arms = torch.randint(3, (samples,), generator=generator)
     radius = torch.rand(samples, generator=generator)
     angle = (
-        4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
+        4.0 * radius
+        + arms * 2.0944
+        + 0.2 * torch.randn(samples, generator=generator)
     )
     return TensorDataset(
         torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms
@@ -25,22 +24,28 @@ def spirals(samples: int, seed: int) -> TensorDataset:
 
 
 class Spirals(Task):
-    """Which of three arms is a point on?"""
+    """Classify points by the arm of the spiral that they are on."""
 
     def model(self):
-        """Logits [B, 3] of points [B, 2]."""
+        """Return a model that turns points [B, 2] into logits [B, 3]."""
         return nn.Sequential(
-            nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)
+            nn.Linear(2, 64),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 3),
         )
 
     def dataset(self, split):
-        """3,000 points to train, 600 to validate."""
-        return spirals(3000, seed=1) if split == "train" else spirals(600, seed=2)
+        """Return 3,000 training points or 600 validation points."""
+        return (
+            spirals(3000, seed=1) if split == "train" else spirals(600, seed=2)
+        )
 
     def loss(self, outputs, batch):
-        """Cross entropy."""
+        """Return the mean cross entropy."""
         return F.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs, batch):
-        """Accuracy, one value a sample."""
+        """Return the accuracy, one value per sample."""
         return {"accuracy": outputs.argmax(1) == batch[1]}

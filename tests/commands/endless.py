@@ -1,14 +1,17 @@
 """A run that goes on until it is stopped, its processes, and what they leave."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
+from tests.distributed.processes import run_command
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
 from tests.waits import HANG_S, until
@@ -16,8 +19,8 @@ from trainers.config.yaml import dump_yaml
 
 
 class Endless(Blobs):
-    """Says which processes train; where there is a file `stuck`, rank 1 stops, and rank
-    0 waits for its gradients.
+    """Says which processes train; where there is a file `stuck`, rank 1 stops,
+    and rank 0 waits for its gradients.
     """
 
     def __init__(self, directory):
@@ -35,13 +38,28 @@ class Endless(Blobs):
         return super().forward(model, batch)
 
 
+class Forked(multiprocessing.get_context("forkserver").Process):
+    """One that has imported torch already, with what a Popen is asked here."""
+
+    def poll(self):
+        return self.exitcode
+
+    def wait(self, timeout=None):
+        self.join(timeout)
+        return self.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
 class Command:
-    """`python -m trainers` on an endless run in a directory, with a directory of its
-    own for temporary files.
+    """`python -m trainers` on an endless run in a directory, with a directory
+    of its own for temporary files.
     """
 
-    def __init__(self, directory, launcher, *options, **changes):
+    def __init__(self, directory, launcher, *options, forked=False, **changes):
         self.directory = directory
+        self.output = Path(tempfile.mkdtemp(dir=directory))
         self.launcher = launcher
         self.run = directory / "runs" / "run"
         self.training = directory / "training"
@@ -82,32 +100,40 @@ class Command:
                 "2",
                 *trainers,
             ]
+        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        environment.pop("RAY_ADDRESS", None)
+        self.family = []
+        if forked:
+            args = (trainers[1], trainers[2:], str(REPOSITORY), environment)
+            self.process = Forked(
+                target=run_command, args=(*args, str(self.output))
+            )
+            self.process.start()
+            return
         self.process = subprocess.Popen(
             [sys.executable, *trainers],
             cwd=REPOSITORY,
-            env={
-                key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
-            }
-            | {"TMPDIR": str(self.temporary)},
-            stdout=(directory / "out").open("a"),
-            stderr=(directory / "err").open("a"),
+            env=environment,
+            stdout=(self.output / "out").open("w"),
+            stderr=(self.output / "err").open("w"),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.family = []
 
     @property
     def said(self):
         """What its processes have printed."""
-        return (self.directory / "out").read_text() + (
-            self.directory / "err"
-        ).read_text()
+        return "".join(
+            file.read_text() for file in sorted(self.output.iterdir())
+        )
 
     def until(self, condition):
         """Wait, and note what it has started."""
         until(condition, lambda: self.said, every_s=0.02)
         if self.process.poll() is None:
-            self.family = psutil.Process(self.process.pid).children(recursive=True)
+            self.family = psutil.Process(self.process.pid).children(
+                recursive=True
+            )
 
     def trains(self):
         """Wait until every rank trains."""
@@ -143,5 +169,6 @@ class Command:
     def kept(self):
         """The checkpoints that are whole."""
         return sorted(
-            path.parent for path in self.run.glob("checkpoints/*/manifest.json")
+            path.parent
+            for path in self.run.glob("checkpoints/*/manifest.json")
         )

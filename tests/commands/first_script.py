@@ -1,7 +1,7 @@
 """A stranger's first script with the drop-in.
 
-Run as: first_script.py HOW, where HOW is ours-first, init-first or no-init: the order
-of imports and `ray.init()`.
+Run as: first_script.py HOW, where HOW is ours-first, init-first or no-init:
+the order of imports and `ray.init()`.
 """
 
 import sys
@@ -39,7 +39,9 @@ def driver(config):
         train,
         train_loop_config=config,
         scaling_config=ScalingConfig(**SCALING),
-        run_config=RunConfig(storage_path=storage, callbacks=[TuneReportCallback()]),
+        run_config=RunConfig(
+            storage_path=storage, callbacks=[TuneReportCallback()]
+        ),
     ).fit()
 
 
@@ -47,7 +49,9 @@ if __name__ == "__main__":
     storage = tempfile.mkdtemp()
     if HOW == "ours-first":
         ray.init()
-    results = Tuner(driver, param_space={"size": ray.tune.grid_search([1, 2])}).fit()
+    results = Tuner(
+        driver, param_space={"size": ray.tune.grid_search([1, 2])}
+    ).fit()
     print(
         "DOUBLES",
         sorted(result.metrics["double"] for result in results),

@@ -1,8 +1,8 @@
-"""Scripts in the form that Ray's documentation teaches, as a user of plain Ray has
-them.
+"""Scripts in the form that Ray's documentation teaches, as a user of plain Ray
+has them.
 
-Run as: ray_scripts.py STORAGE KIND..., each of which is a key of SCRIPTS. Prints the
-trials of each as a line of JSON.
+Run as: ray_scripts.py STORAGE KIND..., each of which is a key of SCRIPTS.
+Prints the trials of each as a line of JSON.
 """
 
 import json
@@ -30,7 +30,9 @@ EPOCHS = 6
 
 def points() -> TensorDataset:
     plane = torch.randn(256, 2, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(plane, (plane[:, 1] > plane[:, 0].square() - 0.5).long())
+    return TensorDataset(
+        plane, (plane[:, 1] > plane[:, 0].square() - 0.5).long()
+    )
 
 
 def new_model() -> nn.Sequential:
@@ -91,7 +93,8 @@ def train(config):
             torch.save(state, Path(directory, "state.pt"))
             report = {"loss": loss, "epoch": epoch}
             ray.train.report(
-                report, checkpoint=ray.train.Checkpoint.from_directory(directory)
+                report,
+                checkpoint=ray.train.Checkpoint.from_directory(directory),
             )
 
 
@@ -111,7 +114,9 @@ def train_lightning(config):
 
         def training_step(self, batch, index):
             loss = F.cross_entropy(self.layers(batch[0]), batch[1])
-            self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+            self.log(
+                "loss", loss, on_step=False, on_epoch=True, sync_dist=True
+            )
             return loss
 
         def configure_optimizers(self):
@@ -167,7 +172,10 @@ def train_transformers(config):
             disable_tqdm=True,
             seed=0,
         )
-        rows = [{"features": features, "labels": label} for features, label in points()]
+        rows = [
+            {"features": features, "labels": label}
+            for features, label in points()
+        ]
         trainer = Trainer(
             Classifier(), arguments, train_dataset=rows, eval_dataset=rows[:64]
         )
@@ -179,8 +187,12 @@ def fit(function, config, **run_config):
     trainer = TorchTrainer(
         function,
         train_loop_config=config,
-        scaling_config=ray.train.ScalingConfig(num_workers=config.get("workers", 1)),
-        run_config=ray.train.RunConfig(storage_path=config["storage"], **run_config),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.get("workers", 1)
+        ),
+        run_config=ray.train.RunConfig(
+            storage_path=config["storage"], **run_config
+        ),
     )
     return trainer.fit()
 
@@ -190,18 +202,28 @@ def driver(config):
 
 
 def own_name():
-    """Runs without one are named by the second, and two that begin in the same one
-    share their checkpoints.
+    """Runs without one are named by the second, and two that begin in the same
+    one share their checkpoints.
     """
     return f"trial-{tune.get_context().get_trial_id()}"
 
 
 def driver_of_lightning(config):
-    fit(train_lightning, config, callbacks=[TuneReportCallback()], name=own_name())
+    fit(
+        train_lightning,
+        config,
+        callbacks=[TuneReportCallback()],
+        name=own_name(),
+    )
 
 
 def driver_of_transformers(config):
-    fit(train_transformers, config, callbacks=[TuneReportCallback()], name=own_name())
+    fit(
+        train_transformers,
+        config,
+        callbacks=[TuneReportCallback()],
+        name=own_name(),
+    )
 
 
 def driver_that_goes_on(config):
@@ -215,7 +237,9 @@ def driver_of_population(config):
     path = None
     if (parent := tune.get_checkpoint()) is not None:
         path = parent.path
-        start = torch.load(Path(path, "state.pt"), weights_only=True)["epoch"] + 1
+        start = (
+            torch.load(Path(path, "state.pt"), weights_only=True)["epoch"] + 1
+        )
     for epoch in range(start, 4):
         result = fit(train, {**config, "parent": path, "until": epoch + 1})
         path = result.checkpoint.path
@@ -234,7 +258,11 @@ def asha(space):
         "scheduler": scheduler,
         "max_concurrent_trials": 1,
     }
-    return driver, {**space, "lr": tune.grid_search([0.03, 0.1, 0.001, 0.01])}, judged
+    return (
+        driver,
+        {**space, "lr": tune.grid_search([0.03, 0.1, 0.001, 0.01])},
+        judged,
+    )
 
 
 def optuna(space):
@@ -242,10 +270,20 @@ def optuna(space):
     from ray.tune.search.optuna import OptunaSearch
 
     search = OptunaSearch(
-        metric="loss", mode="min", sampler=TPESampler(seed=0, n_startup_trials=2)
+        metric="loss",
+        mode="min",
+        sampler=TPESampler(seed=0, n_startup_trials=2),
     )
-    searched = {"search_alg": search, "num_samples": 4, "max_concurrent_trials": 1}
-    return driver, {**space, "lr": tune.loguniform(1e-3, 1e-1), "until": 2}, searched
+    searched = {
+        "search_alg": search,
+        "num_samples": 4,
+        "max_concurrent_trials": 1,
+    }
+    return (
+        driver,
+        {**space, "lr": tune.loguniform(1e-3, 1e-1), "until": 2},
+        searched,
+    )
 
 
 def pbt(space):
@@ -286,11 +324,16 @@ def restore(space):
         "lr": tune.grid_search([0.1, 0.01]),
         "fail_once": f"{space['storage']}-failed",
     }
-    return driver_that_goes_on, {**space, **failing}, {"max_concurrent_trials": 1}
+    return (
+        driver_that_goes_on,
+        {**space, **failing},
+        {"max_concurrent_trials": 1},
+    )
 
 
 SCRIPTS = {
-    one.__name__: one for one in (asha, pbt, optuna, lightning, transformers, restore)
+    one.__name__: one
+    for one in (asha, pbt, optuna, lightning, transformers, restore)
 }
 
 
@@ -302,12 +345,14 @@ def weights(path):
         found = torch.load(file, weights_only=False)["state_dict"]
     else:
         found = load_file(Path(path, "checkpoint", "model.safetensors"))
-    return torch.cat([value.flatten() for _, value in sorted(found.items())]).tolist()
+    return torch.cat(
+        [value.flatten() for _, value in sorted(found.items())]
+    ).tolist()
 
 
 def told(result):
-    """What a script's user sees of a trial: its learning rate, its rows and its newest
-    checkpoint.
+    """What a script's user sees of a trial: its learning rate, its rows and
+    its newest checkpoint.
     """
     names = ("loss", "eval_loss", "epoch", "training_iteration")
     rows = [
@@ -325,7 +370,9 @@ def told(result):
 
 def sweep(kind, storage):
     """Run one of them; returns its ResultGrid."""
-    trainable, space, config = SCRIPTS[kind]({"storage": f"{storage}/{kind}-train"})
+    trainable, space, config = SCRIPTS[kind](
+        {"storage": f"{storage}/{kind}-train"}
+    )
     tuner = Tuner(
         trainable,
         param_space=space,

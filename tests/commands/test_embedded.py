@@ -1,5 +1,5 @@
-"""What Ray starts for a lane on a cluster of the command's own, and what that leaves of
-a user's environment.
+"""What Ray starts for a lane on a cluster of the command's own, and what that
+leaves of a user's environment.
 """
 
 import json
@@ -40,7 +40,9 @@ print(json.dumps(found | {"by import": by_import, "after": after, "beside": besi
 
 
 @pytest.mark.full
-def test_an_embedded_cluster_has_only_what_trains_and_changes_nothing(tmp_path):
+def test_an_embedded_cluster_has_only_what_trains_and_changes_nothing(
+    tmp_path,
+):
     """Every actor is a Python that imports Ray."""
     out = stranger(tmp_path, "-c", SCRIPT, str(tmp_path))
     found = json.loads(out.strip().splitlines()[-1])
@@ -53,8 +55,8 @@ def test_an_embedded_cluster_has_only_what_trains_and_changes_nothing(tmp_path):
         "ResourceTrainable": 1,  # Tune's actor of the trials
         "RayTrainWorker": 1,
     }
-    # What `ray list actors --detail` and the dashboard show for them, and which trial a
-    # worker had.
+    # What `ray list actors --detail` and the dashboard show for them, and
+    # which trial a worker had.
     assert [name for name in found["shown"] if name] == [
         "sweep, lane 0, worker",
         "sweep, mailbox",

@@ -13,14 +13,11 @@ from tests.conftest import REPOSITORY
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Paceline's wheel, unpacked to a directory of its own."""
+    """Paceline's wheel, built and unpacked to a directory of its own."""
     directory = tmp_path_factory.mktemp("wheel")
     # fmt: off
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(directory),
-                    str(REPOSITORY)], check=True, cwd=directory, stdin=subprocess.DEVNULL)
-    built, = directory.glob("paceline-*.whl")
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory / "site"),
-                    str(built)], check=True, cwd=directory, stdin=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+                    "--target", str(directory / "site"), str(REPOSITORY)], check=True, cwd=directory, stdin=subprocess.DEVNULL)
     # fmt: on
     return directory / "site"
 

@@ -1,5 +1,5 @@
-"""docs/migrate.md without Ray: its diffs apply, and what they make trains as the script
-before it did.
+"""docs/migrate.md without Ray: its diffs apply, and what they make trains as
+the script before it did.
 """
 
 import json
@@ -22,7 +22,9 @@ def val_loss(directory):
 
 def test_every_script_has_its_diff(tmp_path):
     found = [
-        diff for section in migrations.sections() for diff in migrations.diffs(section)
+        diff
+        for section in migrations.sections()
+        for diff in migrations.diffs(section)
     ]
     assert len(found) == migrations.PAGE.count("```diff") == 7
     assert sorted(name for name, _, _ in found) == sorted(
@@ -38,7 +40,9 @@ def test_a_diff_applies_as_it_is_or_not_at_all():
         == "\n2\n"
     )
     assert (
-        migrations.patched("one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n")
+        migrations.patched(
+            "one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n"
+        )
         == "1\n"
     )
     for hunk in ("-three\n", "-on\n", "-one\n", " two\n two\n"):
@@ -53,7 +57,10 @@ def test_plain_ddp(tmp_path, command):
     def run(module, *arguments):
         """Two ranks, as torchrun starts them; what the first says."""
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-        world = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        world = sizes | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
 
         def rank(number):
             own = {
@@ -62,7 +69,12 @@ def test_plain_ddp(tmp_path, command):
                 "OMP_NUM_THREADS": "1",
             }
             return command(
-                "-m", module, *arguments, cwd=tmp_path, env=world | own, forked=True
+                "-m",
+                module,
+                *arguments,
+                cwd=tmp_path,
+                env=world | own,
+                forked=True,
             )
 
         with ThreadPoolExecutor() as pool:

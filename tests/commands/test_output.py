@@ -1,5 +1,5 @@
-"""What a command shows: a live line on a terminal, plain lines in a pipe, little with
---quiet, records with --json.
+"""What a command shows: a live line on a terminal, plain lines in a pipe,
+little with --quiet, records with --json.
 """
 
 import fcntl
@@ -30,8 +30,8 @@ HIDE = "\x1b[?25l"
 
 
 class Talking(Blobs):
-    """Prints in every evaluation, and fails there where it is told to; finds its files
-    from the command's directory, by Ray as without it.
+    """Prints in every evaluation, and fails there where it is told to; finds
+    its files from the command's directory, by Ray as without it.
     """
 
     def __init__(self, fails=False):
@@ -91,8 +91,8 @@ class Seen:
 
 
 def on_terminal(*args, number=None, at="", ray_address=None):
-    """Run `python ARGS` on a terminal of its own; send it a signal once it has said
-    `at`.
+    """Run `python ARGS` on a terminal of its own; send it a signal once it has
+    said `at`.
     """
     settings = {
         key: one
@@ -106,7 +106,9 @@ def on_terminal(*args, number=None, at="", ray_address=None):
     if pid == 0:
         os.chdir(REPOSITORY)
         os.execve(sys.executable, [sys.executable, *args], settings)  # noqa: S606 (the shell is what it replaces)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    fcntl.ioctl(
+        terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0)
+    )
     text = b""
 
     def has_ended():
@@ -124,7 +126,9 @@ def on_terminal(*args, number=None, at="", ray_address=None):
 
     until(has_ended, lambda: text.decode(), every_s=0)
     os.close(terminal)
-    return Seen(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode())
+    return Seen(
+        os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode()
+    )
 
 
 def is_clean(seen):
@@ -141,14 +145,18 @@ def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(tmp_path):
     assert seen.code == 0, seen.text
     assert DRAWN.search(seen.text)
     assert any(
-        "loss" in drawn and "samples/s" in drawn for drawn in REDRAWN.split(seen.text)
+        "loss" in drawn and "samples/s" in drawn
+        for drawn in REDRAWN.split(seen.text)
     )
     is_clean(seen)
     for step in (20, 40, 60):
         assert f"own words at step {step}: " + "x" * 150 in seen.lines
         assert f"own warning at step {step}" in seen.lines
         assert (
-            sum(line.startswith(f"evaluated at step {step} in ") for line in seen.lines)
+            sum(
+                line.startswith(f"evaluated at step {step} in ")
+                for line in seen.lines
+            )
             == 1
         )
     assert not [line for line in seen.lines if line.startswith("step ")]
@@ -169,14 +177,18 @@ def test_interrupted_it_leaves_the_terminal_in_order(tmp_path):
     is_clean(seen)
 
 
-def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path, command):
+def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(
+    tmp_path, command
+):
     done = command(
         "-m trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"}
     )
     assert done.code == 0, done.err
     assert "\x1b" not in done.out + done.err
     assert "\r" not in done.out + done.err
-    assert sum(line.startswith("step ") for line in done.out.splitlines()) == 60
+    assert (
+        sum(line.startswith("step ") for line in done.out.splitlines()) == 60
+    )
 
 
 def test_quiet_says_the_result_in_a_line(tmp_path, command):
@@ -187,19 +199,28 @@ def test_quiet_says_the_result_in_a_line(tmp_path, command):
     assert line.startswith("done: 60 steps")
     assert "val_loss" in line
     assert done.err == ""
-    failed = command("-m trainers", file, "--quiet --fresh --seed -1", forked=True)
-    assert (failed.code, failed.out, len(failed.err.splitlines())) == (2, "", 1)
+    failed = command(
+        "-m trainers", file, "--quiet --fresh --seed -1", forked=True
+    )
+    assert (failed.code, failed.out, len(failed.err.splitlines())) == (
+        2,
+        "",
+        1,
+    )
 
 
 def records_of(done):
-    """What came on standard output, of which each line must be an object of JSON's own
-    grammar.
+    """What came on standard output, of which each line must be an object of
+    JSON's own grammar.
     """
 
     def refuse(constant):
         raise ValueError(constant)
 
-    return [json.loads(line, parse_constant=refuse) for line in done.out.splitlines()]
+    return [
+        json.loads(line, parse_constant=refuse)
+        for line in done.out.splitlines()
+    ]
 
 
 def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
@@ -207,19 +228,27 @@ def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
     done = command("-m trainers", file, "--json", forked=True)
     assert done.code == 0, done.err
     first, *between, last = records_of(done)
-    assert (first["record"], first["total_steps"], first["step"]) == ("start", 60, 0)
+    assert (first["record"], first["total_steps"], first["step"]) == (
+        "start",
+        60,
+        0,
+    )
     trained = [one for one in between if one["record"] == "train"]
     assert [one["step"] for one in trained] == list(range(1, 61))
     assert all(
         {"train_loss", "lr", "wall_time_s", "samples_per_s"} <= one.keys()
         for one in trained
     )
-    assert [one["step"] for one in between if one["record"] == "evaluation"] == [
+    assert [
+        one["step"] for one in between if one["record"] == "evaluation"
+    ] == [
         20,
         40,
         60,
     ]
-    assert [one["step"] for one in between if one["record"] == "checkpoint"] == [
+    assert [
+        one["step"] for one in between if one["record"] == "checkpoint"
+    ] == [
         10,
         20,
         30,
@@ -227,7 +256,11 @@ def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
         50,
         60,
     ]
-    assert (last["record"], last["status"], last["steps"]) == ("result", "done", 60)
+    assert (last["record"], last["status"], last["steps"]) == (
+        "result",
+        "done",
+        60,
+    )
     assert "own words at step 20" in done.err
     assert "step 60/60" in done.err
     evaluated = command(
@@ -270,8 +303,10 @@ def test_a_run_goes_on_when_nobody_reads_its_records(tmp_path):
         )
     os.close(written)
     assert done.returncode == 0, (tmp_path / "err").read_text()
-    assert "takes no more records" in (tmp_path / "err").read_text()
+    assert "accepts no more records" in (tmp_path / "err").read_text()
     assert (
-        json.loads((tmp_path / "runs" / "run" / "result.json").read_text())["status"]
+        json.loads((tmp_path / "runs" / "run" / "result.json").read_text())[
+            "status"
+        ]
         == "done"
     )

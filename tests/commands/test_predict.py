@@ -1,5 +1,5 @@
-"""`evaluate` and `predict` as users type them: the same answers from one worker and
-from two.
+"""`evaluate` and `predict` as users type them: the same answers from one
+worker and from two.
 """
 
 import json
@@ -36,7 +36,9 @@ def said(command, *args):
 
 def test_evaluate_says_what_training_said(digits, command):
     last = [
-        record for record in read_log(Storage(str(digits))) if "val_loss" in record
+        record
+        for record in read_log(Storage(str(digits)))
+        if "val_loss" in record
     ][-1]
     out = said(command, "evaluate", str(digits), *SPAWN)
     for name in ("val_loss", "val_accuracy"):
@@ -45,7 +47,9 @@ def test_evaluate_says_what_training_said(digits, command):
         )
     assert re.search(r"[\d,]+ samples/s \(.* s; 2 workers", out)
     assert (
-        json.loads((digits / "result.json").read_text())["metrics"]["val_accuracy"]
+        json.loads((digits / "result.json").read_text())["metrics"][
+            "val_accuracy"
+        ]
         == last["val_accuracy"]
     )
 

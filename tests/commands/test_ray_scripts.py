@@ -1,5 +1,5 @@
-"""Scripts in the form of Ray's documentation, before and after the one import: the same
-results.
+"""Scripts in the form of Ray's documentation, before and after the one import:
+the same results.
 """
 
 import json
@@ -13,7 +13,9 @@ from tests.commands.test_first_script import stranger
 pytestmark = pytest.mark.ray
 
 PLAIN = Path(__file__).with_name("ray_scripts.py").read_text()
-IMPORTS = "from ray.train.torch import TorchTrainer\nfrom ray.tune import Tuner\n"
+IMPORTS = (
+    "from ray.train.torch import TorchTrainer\nfrom ray.tune import Tuner\n"
+)
 
 
 def write(directory, changed):
@@ -29,7 +31,9 @@ def write(directory, changed):
 
 def trials(out):
     lines = [
-        line.split(" ", 2) for line in out.splitlines() if line.startswith("TRIALS ")
+        line.split(" ", 2)
+        for line in out.splitlines()
+        if line.startswith("TRIALS ")
     ]
     return {kind: json.loads(text) for _, kind, text in lines}
 
@@ -42,9 +46,11 @@ def test_one_import_changes_no_result(kind, tmp_path):
         (directory := tmp_path / how).mkdir()
         script = write(directory, changed=how == "after")
         found.append(
-            trials(stranger(directory, str(script), str(directory / "storage"), kind))[
-                kind
-            ]
+            trials(
+                stranger(
+                    directory, str(script), str(directory / "storage"), kind
+                )
+            )[kind]
         )
     before, after = found
     for trial in [*before, *after] if kind == "pbt" else []:

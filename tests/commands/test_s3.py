@@ -1,5 +1,5 @@
-"""All of it on S3, over a bad connection: a sweep that is killed, its report, and the
-run of its best.yaml, killed too.
+"""All of it on S3, over a bad connection: a sweep that is killed, its report,
+and the run of its best.yaml, killed too.
 
 Environment read: PACELINE_S3_SEEDS, of the connection, as 1,2,3 (default 1).
 """
@@ -29,10 +29,13 @@ from tune.trials.journal import Journal
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'"
+        not s3.installed(),
+        reason="there is no S3 server: pip install 'moto[server]'",
     ),
 ]
-SEEDS = [int(seed) for seed in os.environ.get("PACELINE_S3_SEEDS", "1").split(",")]
+SEEDS = [
+    int(seed) for seed in os.environ.get("PACELINE_S3_SEEDS", "1").split(",")
+]
 SHARE = 0.04
 TRIALS = 6
 STEPS = 12
@@ -120,10 +123,12 @@ def killed(*args, once):
 
 
 def train_killed(location, place, tmp_path, command):
-    """Train what a file says on S3, killed once, and on this machine without a fault:
-    both are the same to the bit.
+    """Train what a file says on S3, killed once, and on this machine without a
+    fault: both are the same to the bit.
     """
-    options = [part for key, value in RUN.items() for part in (f"--{key}", str(value))]
+    options = [
+        part for key, value in RUN.items() for part in (f"--{key}", str(value))
+    ]
     run = Storage(place.direct).child("trained")
     reference = Storage(str(tmp_path / "unbroken" / "trained"))
     args = "-m", "trainers", location, *options
@@ -137,7 +142,9 @@ def train_killed(location, place, tmp_path, command):
     done = command(*args, "--storage_path", place.noisy, forked=True)
     assert done.code == 0, done.out + done.err
     assert "resumed at step" in done.out
-    unbroken = command(*args, "--storage_path", str(tmp_path / "unbroken"), forked=True)
+    unbroken = command(
+        *args, "--storage_path", str(tmp_path / "unbroken"), forked=True
+    )
     assert unbroken.code == 0, unbroken.out + unbroken.err
 
     def curve(of):
@@ -157,15 +164,21 @@ def train_killed(location, place, tmp_path, command):
     ours, theirs = (whole_state(one, STEPS) for one in (run, reference))
     for part in ("model", "optimizer"):
         same(ours[part], theirs[part])
-    found = run.filesystem.get_file_info(fs.FileSelector(run.path, recursive=True))
+    found = run.filesystem.get_file_info(
+        fs.FileSelector(run.path, recursive=True)
+    )
     assert not [
-        info.path for info in found if info.path.endswith((".tmp", "lease.json"))
+        info.path
+        for info in found
+        if info.path.endswith((".tmp", "lease.json"))
     ]
 
 
 @pytest.mark.campaign
 @pytest.mark.ray
-def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place, tmp_path, command):
+def test_a_killed_sweep_and_the_run_of_its_answer_go_on(
+    place, tmp_path, command
+):
     ran = tmp_path / "ran"
     file = tmp_path / "sweep.yaml"
     keys = {
@@ -196,25 +209,34 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place, tmp_path, command
             if name.endswith(".json")
         }
 
-    with killed("-m", "tune", str(file), once=lambda: len(sweep.names("trials")) >= 2):
+    with killed(
+        "-m", "tune", str(file), once=lambda: len(sweep.names("trials")) >= 2
+    ):
         finished = texts()
         before = ran.read_text().split()
     done = command("-m tune resume", noisy.uri)
     assert done.code == 0, done.out + done.err
     records = Journal(sweep).records()
-    assert {record.config["seed"] for record in records} == set(range(TRIALS)), (
-        "none is lost"
-    )
+    assert {record.config["seed"] for record in records} == set(
+        range(TRIALS)
+    ), "none is lost"
     assert [record.status for record in records] == ["done"] * TRIALS
     assert finished.items() <= texts().items(), "a record is never changed"
     kept = {
-        record.config["seed"] for record in records if f"{record.id}.json" in finished
+        record.config["seed"]
+        for record in records
+        if f"{record.id}.json" in finished
     }
     again = [int(seed) for seed in ran.read_text().split()[len(before) :]]
     assert sorted(again) == sorted(set(range(TRIALS)) - kept), (
         "only what had not finished runs, and once"
     )
-    for name in ("report.html", "results.parquet", "best.yaml", "summary.json"):
+    for name in (
+        "report.html",
+        "results.parquet",
+        "best.yaml",
+        "summary.json",
+    ):
         assert sweep.read(name)
     assert not sweep.exists("lease.json")
     train_killed(noisy.locate("best.yaml"), place, tmp_path, command)

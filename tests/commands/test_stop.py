@@ -1,5 +1,5 @@
-"""Stopped, killed, started twice, and its directory deleted: real commands, and what
-they leave behind.
+"""Stopped, killed, started twice, and its directory deleted: real commands,
+and what they leave behind.
 """
 
 import shutil
@@ -34,13 +34,15 @@ def start(tmp_path):
 def nothing_is_left(command):
     assert not (command.run / "lease.json").exists()
     assert not [
-        path for path in command.temporary.iterdir() if path.name.startswith("paceline")
+        path
+        for path in command.temporary.iterdir()
+        if path.name.startswith("paceline")
     ]
 
 
 def stopped(command, *signals):
-    """Told to stop, as by `docker stop` or `kill`, the process that was started keeps
-    what it has.
+    """Told to stop, as by `docker stop` or `kill`, the process that was
+    started keeps what it has.
     """
     command.tell(*signals)
     code = command.ends()
@@ -60,7 +62,7 @@ def test_told_to_stop_under_torchrun(start):
 
 @pytest.mark.full
 def test_a_second_interrupt_leaves_at_once(start):
-    command = start("spawn").trains()
+    command = start("spawn", forked=True).trains()
     command.tell(signal.SIGINT)
     command.until(lambda: "asked to stop" in command.said)
     command.tell(signal.SIGINT)
@@ -83,25 +85,27 @@ def test_told_while_its_workers_start_it_leaves_nothing(start):
 
 @pytest.mark.full
 def test_workers_end_with_the_process_that_has_started_them(start, tmp_path):
-    """Also one that waits in a collective, where no handler of Python's runs; and the
-    next start need not wait.
+    """Also one that waits in a collective, where no handler of Python's runs;
+    and the next start need not wait.
     """
     (tmp_path / "stuck").touch()
     command = start("spawn").trains()
     command.tell(signal.SIGKILL)
     assert command.ends() == -signal.SIGKILL
     assert not [
-        path for path in command.temporary.iterdir() if path.name.startswith("paceline")
+        path
+        for path in command.temporary.iterdir()
+        if path.name.startswith("paceline")
     ]
     for mark in command.training.iterdir():
         mark.unlink()
     (tmp_path / "stuck").unlink()
-    stopped(start("spawn").trains(), signal.SIGTERM)
+    stopped(start("spawn", forked=True).trains(), signal.SIGTERM)
 
 
 def test_a_second_start_is_refused_and_the_first_goes_on(start):
-    first = start("local").trains()
-    second = start("local")
+    first = start("local", forked=True).trains()
+    second = start("local", forked=True)
     assert second.ends() == 2
     assert "is in use: process " in second.said
     stopped(first, signal.SIGTERM, signal.SIGTERM)
@@ -109,7 +113,7 @@ def test_a_second_start_is_refused_and_the_first_goes_on(start):
 
 @pytest.mark.full
 def test_a_run_whose_directory_is_deleted_says_so(start):
-    command = start("spawn").trains()
+    command = start("spawn", forked=True).trains()
     shutil.rmtree(command.run)
     assert command.ends() not in (0, 2)
     assert "lease.json is gone: the directory was deleted" in command.said

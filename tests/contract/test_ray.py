@@ -1,6 +1,7 @@
 """What we use of Ray, with the Ray that is installed: `make ray-contract RAY=2.55.0`.
 
-What runs there, tests/on_ray and tests/commands show of the Ray that is pinned.
+What runs there, tests/on_ray and tests/commands show of the Ray that is
+pinned.
 """
 
 import ast
@@ -22,7 +23,9 @@ def found_in_ray(dotted):
     rest = []
     while True:  # a module before a function of the same name
         try:
-            return functools.reduce(getattr, rest, importlib.import_module(module))
+            return functools.reduce(
+                getattr, rest, importlib.import_module(module)
+            )
         except ModuleNotFoundError as error:
             if (
                 error.name is None
@@ -46,18 +49,21 @@ def required(tree):
 
 
 def names_of_ray(tree):
-    """The names that a file's imports give to something of Ray's, and what that is
-    called in Ray.
+    """The names that a file's imports give to something of Ray's, and what
+    that is called in Ray.
     """
     names = {}
     for node in required(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "ray":
-                    names[alias.asname or "ray"] = alias.name if alias.asname else "ray"
+                    names[alias.asname or "ray"] = (
+                        alias.name if alias.asname else "ray"
+                    )
                     found_in_ray(alias.name)
         elif (
-            isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "ray"
+            isinstance(node, ast.ImportFrom)
+            and str(node.module).split(".")[0] == "ray"
         ):
             names |= {
                 alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -67,8 +73,8 @@ def names_of_ray(tree):
 
 
 def breaches(path):
-    """What a file imports, reads or calls of Ray that this Ray does not have, or not
-    with these arguments.
+    """What a file imports, reads or calls of Ray that this Ray does not have,
+    or not with these arguments.
     """
     tree = ast.parse(path.read_text())
     names = names_of_ray(tree)
@@ -79,7 +85,11 @@ def breaches(path):
         is_path = isinstance(node, ast.Name | ast.Attribute) and all(
             map(str.isidentifier, rest)
         )
-        return ".".join([names[first], *rest]) if is_path and first in names else None
+        return (
+            ".".join([names[first], *rest])
+            if is_path and first in names
+            else None
+        )
 
     for node in required(tree):
         called = of_ray(node.func) if isinstance(node, ast.Call) else None
@@ -96,15 +106,21 @@ def breaches(path):
                     for keyword in node.keywords
                     if keyword.arg is not None
                 }
-                with contextlib.suppress(ValueError):  # compiled: it has no signature
+                with contextlib.suppress(
+                    ValueError
+                ):  # compiled: it has no signature
                     inspect.signature(found).bind_partial(*node.args, **given)
         except (ImportError, AttributeError, TypeError) as error:
             missing.append(f"{path.name}: {dotted}: {error}")
     return missing
 
 
-def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(tmp_path):
-    assert [breach for path in source_files() for breach in breaches(path)] == []
+def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(
+    tmp_path,
+):
+    assert [
+        breach for path in source_files() for breach in breaches(path)
+    ] == []
     probe = tmp_path / "probe.py"
     probe.write_text(
         "import ray.train\nray.train.RunConfig(name='a', colour='red')\nray.no_such_thing\n"
@@ -126,7 +142,9 @@ def test_a_sweep(tmp_path, command):
     ]
     done = command("-m tune examples/digits/sweep.yaml", *options)
     assert done.code == 0, done.err[-3000:]
-    rows = pq.read_table(tmp_path / "digits-sweep" / "results.parquet").to_pylist()
+    rows = pq.read_table(
+        tmp_path / "digits-sweep" / "results.parquet"
+    ).to_pylist()
     trials = [row for row in rows if row["purpose"] == "trial"]
     assert len(trials) == 2, rows
     assert {trial["status"] for trial in trials} <= {"done", "stopped"}, rows

@@ -23,7 +23,13 @@ class Reports(LocalContext):
 
 def losses(rank, world_size, task, changes, path=None, stop_after=None):
     """Of each step that this start makes; with a `path` it goes on from there."""
-    tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
+    tree = {
+        "task": "x:Y",
+        "device": "cpu",
+        "log_every_steps": 1,
+        **SETTINGS,
+        **changes,
+    }
     context = Reports(
         Storage(str(path)) if path else None,
         "spawn",

@@ -1,7 +1,8 @@
-"""Worker groups forked from one process that has torch imported: a start costs a tenth
-of a second, not five.
+"""Worker groups forked from one process that has torch imported: a start costs
+a tenth of a second, not five.
 
-Safe as long as this process itself computes nothing: run it as a process of its own.
+Safe as long as this process itself computes nothing: run it as a process of
+its own.
 """
 
 import gc
@@ -12,14 +13,16 @@ import traceback
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # each worker's loop would import it
 import torch.distributed as dist
 
+import trainers.loop.fit  # noqa: F401
 from trainers.launch.local import LocalContext
 
 
 def run_forked(spec, world_size, rendezvous):
-    """The run by `world_size` forked workers; how each ended: 0, an exit code, or minus
-    the signal.
+    """The run by `world_size` forked workers; how each ended: 0, an exit code,
+    or minus the signal.
     """
     workers = []
     for rank in range(world_size):
@@ -27,7 +30,9 @@ def run_forked(spec, world_size, rendezvous):
         if (pid := os.fork()) == 0:
             _worker(spec, rank, world_size, rendezvous)
         workers.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers]
+    return [
+        os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers
+    ]
 
 
 def _worker(spec, rank, world_size, rendezvous):
@@ -43,7 +48,9 @@ def _worker(spec, rank, world_size, rendezvous):
                 "gloo", where, timedelta(seconds=300), world_size, rank
             )
         spec.execute(
-            LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+            LocalContext(
+                spec.storage, "spawn", rank, world_size, rank, world_size
+            )
         )
         code = 0
     except Exception:

@@ -1,5 +1,5 @@
-"""Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times and
-prints, as JSON, what came of it.
+"""Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times
+and prints, as JSON, what came of it.
 """
 
 import json
@@ -26,13 +26,13 @@ PLAN = "RECORDED_PLAN"
 SAMPLES = 99
 BATCH = 12
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
-EPOCHS = 4
-"""Enough for five kills: each comes within seven steps, six of which may be kept."""
+EPOCHS = 3
+"""Enough for three kills: each comes within seven steps."""
 
 
 class Recorded(Blobs):
-    """Writes down which samples each rank trains in each step, and kills its own
-    process before a given step.
+    """Writes down which samples each rank trains in each step, and kills its
+    own process before a given step.
     """
 
     def __init__(self):
@@ -65,8 +65,8 @@ class Recorded(Blobs):
 
 
 def count_steps():
-    """From now on every training step tells its task that it begins; the probe's passes
-    do not.
+    """From now on every training step tells its task that it begins; the
+    probe's passes do not.
     """
     original = TrainStep.__call__
 
@@ -87,7 +87,9 @@ def spec(directory, name, **more):
         "name": name,
         **more,
     }
-    made = make_spec(tree(directory, **changes), "test", REPOSITORY, own_workers=False)
+    made = make_spec(
+        tree(directory, **changes), "test", REPOSITORY, own_workers=False
+    )
     return as_job(made)
 
 
@@ -102,8 +104,8 @@ def newest_step(run):
 
 
 def run_killed(directory, name, worlds, kills, epochs=EPOCHS, **changes):
-    """One run, killed `kills` times, on each number of workers in turn; which samples
-    counted in the end.
+    """One run, killed `kills` times, on each number of workers in turn; which
+    samples counted in the end.
     """
     chance = random.Random(f"20261121 {name}")
     run = spec(directory, name, max_steps=epochs * STEPS_PER_EPOCH, **changes)
@@ -142,7 +144,9 @@ def run_killed(directory, name, worlds, kills, epochs=EPOCHS, **changes):
                 step, samples = json.loads(line)
                 steps.setdefault(start + step, []).extend(samples)
         for step in [known for known in counted if known > start]:
-            del counted[step]  # not in the checkpoint that this attempt started from
+            del counted[
+                step
+            ]  # not in the checkpoint that this attempt started from
         counted |= steps
     per_epoch = [Counter() for _ in range(epochs)]
     for step, samples in counted.items():
@@ -151,7 +155,8 @@ def run_killed(directory, name, worlds, kills, epochs=EPOCHS, **changes):
         "ends": ends,
         "samples": [sorted(counted[step]) for step in sorted(counted)],
         "once": [
-            sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch
+            sorted(epoch.elements()) == list(range(SAMPLES))
+            for epoch in per_epoch
         ],
         "losses": losses(run),
         "evaluations": evaluations(run),

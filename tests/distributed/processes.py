@@ -1,8 +1,9 @@
-"""Run a function in real processes that share a gloo group, and give back what each of
-them returns.
+"""Run a function in real processes that share a gloo group, and give back what
+each of them returns.
 
-The processes are forked from one server, which has imported torch and the loop and
-computes nothing itself: a start costs a few hundredths of a second in place of seconds.
+The processes are forked from one server, which has imported torch and the loop
+and computes nothing itself: a start costs a few hundredths of a second in
+place of seconds.
 """
 
 import gc
@@ -44,15 +45,21 @@ PRELOADED = [
 def run_processes(
     world_size: int, function: Callable[..., Any], directory: Path, *args: Any
 ) -> list[Any]:
-    """`function(rank, world_size, *args)` in `world_size` new processes; the results in
-    rank order.
+    """`function(rank, world_size, *args)` in `world_size` new processes; the
+    results in rank order.
     """
-    # A file of its own each time: a process that ends without closing its store leaves
-    # the group's addresses in it.
+    # A file of its own each time: a process that ends without closing its
+    # store leaves the group's addresses in it.
     with tempfile.TemporaryDirectory(dir=directory) as meeting:
         _fork(
             _enter,
-            (world_size, function, f"file://{meeting}/store", str(directory), args),
+            (
+                world_size,
+                function,
+                f"file://{meeting}/store",
+                str(directory),
+                args,
+            ),
             nprocs=world_size,
         )
     return [
@@ -63,8 +70,8 @@ def run_processes(
 
 @contextmanager
 def forked_launcher() -> Iterator[None]:
-    """The launcher `spawn` forks its workers from the server, too; all else is as users
-    have it.
+    """The launcher `spawn` forks its workers from the server, too; all else is
+    as users have it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.launch.local.start_processes", _fork)
@@ -79,12 +86,12 @@ def run_module(
     directory: Path,
     timeout_s: float,
 ) -> int:
-    """`python -m module arguments` in a forked process, its output in `directory`/out
-    and /err; the exit code.
+    """`python -m module arguments` in a forked process, its output in
+    `directory`/out and /err; the exit code.
     """
     forkserver.set_forkserver_preload(PRELOADED)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_command,
+        target=run_command,
         args=(module, list(arguments), str(cwd), environment, str(directory)),
     )
     process.start()
@@ -97,8 +104,8 @@ def run_module(
 
 
 def printed_by(module: str, directory: Path) -> Any:
-    """What `python -m module directory` prints last, as JSON: a process of its own,
-    which itself forks workers.
+    """What `python -m module directory` prints last, as JSON: a process of its
+    own, which itself forks workers.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, str(directory)],
@@ -122,7 +129,7 @@ def _fork(*args: Any, **options: Any) -> Any:
     return start_processes(*args, **{**options, "start_method": "forkserver"})
 
 
-def _command(
+def run_command(
     module: str,
     arguments: list[str],
     cwd: str,
@@ -139,8 +146,8 @@ def _command(
     tempfile.tempdir = None
     sys.argv = [module, *arguments]
     sys.path[0] = cwd
-    # Workers of its own are forked too: this process has imported torch, and computed
-    # nothing.
+    # Workers of its own are forked too: this process has imported torch, and
+    # computed nothing.
     local.start_processes = lambda *args, **options: start_processes(
         *args, **{**options, "start_method": "fork"}
     )
@@ -157,7 +164,11 @@ def _enter(
 ) -> None:
     gc.freeze()  # what the server has imported: a collection would go through it all
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)
+    dist.init_process_group(
+        "gloo", where, timedelta(seconds=300), world_size, rank
+    )
+    # A rank that leaves while another still connects would fail that one.
+    dist.barrier()
     try:
         result = function(rank, world_size, *args)
     finally:

@@ -2,8 +2,8 @@
 
 Streams, killed again and again.
 
-Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on 1, 2 and
-3 workers in turn, and of half as many on two.
+Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on
+1, 2 and 3 workers in turn, and of half as many on two.
 """
 
 import io
@@ -18,7 +18,13 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from tests.distributed.kills import EPOCHS, SAMPLES, Recorded, count_steps, run_killed
+from tests.distributed.kills import (
+    EPOCHS,
+    SAMPLES,
+    Recorded,
+    count_steps,
+    run_killed,
+)
 from tests.faults.s3 import bucket
 from tests.tasks import Blobs
 from trainers.loop import watchdog
@@ -35,7 +41,9 @@ BYTES_PER_S = 200_000.0
 
 def samples():
     """Those of `Blobs`, in order."""
-    features, labels = Blobs(samples=SAMPLES, dtype="float64").dataset("train").tensors
+    features, labels = (
+        Blobs(samples=SAMPLES, dtype="float64").dataset("train").tensors
+    )
     pairs = zip(features.tolist(), labels.tolist(), strict=True)
     return [
         {"features": values, "label": label, "number": number}
@@ -77,8 +85,8 @@ class LinesWithState(Lines):
 
 
 class RecordedStream(Recorded):
-    """Reads its training samples forward: from Parquet files, or lines from the object
-    store.
+    """Reads its training samples forward: from Parquet files, or lines from
+    the object store.
     """
 
     def __init__(self, uri, kind):
@@ -95,7 +103,9 @@ class RecordedStream(Recorded):
             return datasets.load_dataset(
                 "parquet", data_dir=self.uri, split="train", streaming=True
             )
-        return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(self.uri)
+        return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(
+            self.uri
+        )
 
     def collate(self, samples):
         if isinstance(samples[0], tuple):  # of the validation split
@@ -104,7 +114,11 @@ class RecordedStream(Recorded):
             name: torch.tensor([sample[name] for sample in samples])
             for name in samples[0]
         }
-        return columns["features"].double(), columns["label"], columns["number"]
+        return (
+            columns["features"].double(),
+            columns["label"],
+            columns["number"],
+        )
 
 
 def serve(directory, uris):
@@ -112,7 +126,9 @@ def serve(directory, uris):
     with bucket(bytes_per_s=BYTES_PER_S) as (_, uri, _):
         filesystem, path = fs.FileSystem.from_uri(uri)
         for number in range(_FILES):
-            with filesystem.open_output_stream(f"{path}/{number}.jsonl") as file:
+            with filesystem.open_output_stream(
+                f"{path}/{number}.jsonl"
+            ) as file:
                 file.write(
                     "".join(
                         json.dumps(sample) + "\n" for sample in _part(number)
@@ -123,28 +139,33 @@ def serve(directory, uris):
 
 
 def _part(number):
-    return samples()[number * SAMPLES // _FILES : (number + 1) * SAMPLES // _FILES]
+    return samples()[
+        number * SAMPLES // _FILES : (number + 1) * SAMPLES // _FILES
+    ]
 
 
 def main(directory, kills):
-    os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+    }
+    forking = multiprocessing.get_context("fork")
+    uris = forking.SimpleQueue()
+    # A process of its own, because threads of a server do not go with forks.
+    server = forking.Process(target=serve, args=(directory, uris))
+    server.start()
+    uri = uris.get()
     parquet = directory / "parquet"
     parquet.mkdir()
     for number in range(_FILES):
         pq.write_table(
-            pa.Table.from_pylist(_part(number)), parquet / f"train-{number}.parquet"
+            pa.Table.from_pylist(_part(number)),
+            parquet / f"train-{number}.parquet",
         )
-    spawning = multiprocessing.get_context(
-        "spawn"
-    )  # threads of a server do not go with forks
-    uris = spawning.SimpleQueue()
-    server = spawning.Process(target=serve, args=(directory, uris))
-    server.start()
-    uri = uris.get()
     count_steps()
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
     found = {}
-    epochs = EPOCHS if kills == _SUITE else 2 * EPOCHS
+    epochs = EPOCHS if kills == _SUITE else 3 * EPOCHS
     for kind in [*KINDS, PARQUET, LINES] if kills > _SUITE else KINDS:
         args = {"uri": str(parquet) if kind == PARQUET else uri, "kind": kind}
         changes = {

@@ -1,5 +1,5 @@
-"""Checkpoints of two ranks, written in the background: whole on both or an error on
-both; killed, and resumed.
+"""Checkpoints of two ranks, written in the background: whole on both or an
+error on both; killed, and resumed.
 """
 
 import json
@@ -26,8 +26,8 @@ STATE = {"model": {"weight": torch.ones(1000)}, "position": {"step": 1}}
 
 
 def write_beside_collectives(rank, world_size, path):
-    """Collectives go on while files are written, rank 1's not before six of them; then
-    rank 1's disk is full.
+    """Collectives go on while files are written, rank 1's not before six of
+    them; then rank 1's disk is full.
     """
     write = Archive.write
     met = threading.Event()
@@ -74,7 +74,9 @@ def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(tmp_path):
             in words
         )
     assert answers[0][1] == answers[1][1]
-    assert not (tmp_path / "run/checkpoints/step-000000000002/manifest.json").exists()
+    assert not (
+        tmp_path / "run/checkpoints/step-000000000002/manifest.json"
+    ).exists()
 
 
 def lookup(rank, world_size, path):
@@ -87,7 +89,10 @@ def lookup(rank, world_size, path):
     newest = checkpoints.load()
     return [
         newest.name,
-        *(checkpoints.improves({"val_accuracy": value}) for value in (0.0, 2.0)),
+        *(
+            checkpoints.improves({"val_accuracy": value})
+            for value in (0.0, 2.0)
+        ),
     ]
 
 
@@ -98,7 +103,11 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path):
         "checkpoint__keep": 1,
     }
     unbroken = spec(
-        tmp_path, "unbroken", 2, checkpoint__keep=1, checkpoint__best="val_accuracy"
+        tmp_path,
+        "unbroken",
+        2,
+        checkpoint__keep=1,
+        checkpoint__best="val_accuracy",
     )
     broken = spec(tmp_path, "broken", 2, kill_at=[22], **settings)
     run_spawn(unbroken)
@@ -109,7 +118,8 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path):
     assert evaluations(broken) == evaluations(unbroken)
 
     accuracies = {
-        int(found["step"]): found["val_accuracy"] for found in evaluations(broken)
+        int(found["step"]): found["val_accuracy"]
+        for found in evaluations(broken)
     }
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     for run in (broken, unbroken):
@@ -120,8 +130,8 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path):
         )
         assert manifest["metrics"]["val_accuracy"] == accuracies[best]
         assert manifest["world_size"] == 2
-    # A choice that cannot be met is an error on both ranks, not a wait of one for the
-    # other.
+    # A choice that cannot be met is an error on both ranks, not a wait of one
+    # for the other.
     found = run_processes(2, lookup, tmp_path, broken.uri)
     assert found == [["step-000000000040", False, True]] * 2
 
@@ -137,7 +147,9 @@ def take(rank, world_size, path):
     if not Path(path).exists():
         dist.barrier()
         for step in (1, 2, 3, 4):
-            checkpoints.save(step, {"position": {"step": step}}, {"rank": rank})
+            checkpoints.save(
+                step, {"position": {"step": step}}, {"rank": rank}
+            )
         where = Path(path, "checkpoints/step-000000000004")
         if rank == 0:
             replace(where, "rank-00001.pt", b"a stranger's")

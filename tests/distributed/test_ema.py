@@ -1,5 +1,5 @@
-"""`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards are as
-one worker, and resume.
+"""`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards
+are as one worker, and resume.
 """
 
 import pytest
@@ -39,7 +39,9 @@ def train_all(rank, world_size, path):
     for strategy in ("ddp", "fsdp"):
         run(rank, world_size, path / f"cut-{strategy}", strategy, steps=7)
         run(rank, world_size, path / f"cut-{strategy}", strategy)
-        found.append(run(rank, world_size, path / f"whole-{strategy}", strategy))
+        found.append(
+            run(rank, world_size, path / f"whole-{strategy}", strategy)
+        )
     trained = {"checkpoint.parameters": "trained"}
     for name, strategy, steps in (
         ("frozen-ddp", "ddp", STEPS),
@@ -56,7 +58,9 @@ def state(path):
     """The averages, and the model's own weights as `own.<name>`."""
     read = whole_state(Storage(str(path)), STEPS)
     model = read["model"]
-    return model | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
+    return model | {
+        f"own.{name}": one for name, one in read["ema"]["own"].items()
+    }
 
 
 def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
@@ -75,12 +79,16 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
         assert whole.keys() == cut.keys() == expected.keys()
         for name, tensor in whole.items():
             assert torch.equal(tensor, cut[name]), name
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=1e-12, atol=1e-14
+            )
     base, *others = (
         whole_state(Storage(str(tmp_path / f"frozen-{name}")), STEPS)
         for name in ("ddp", "fsdp", "cut")
     )
-    assert list(base["model"]) == ["2.weight", "2.bias"], "the frozen part stays out"
+    assert list(base["model"]) == ["2.weight", "2.bias"], (
+        "the frozen part stays out"
+    )
     assert list(base["frozen"]) == ["0.weight", "0.bias"]
     for found in others:
         assert found["frozen"] == base["frozen"]
@@ -90,4 +98,6 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
         ):
             assert one.keys() == other.keys()
             for key, tensor in one.items():
-                torch.testing.assert_close(tensor, other[key], rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(
+                    tensor, other[key], rtol=1e-10, atol=1e-12
+                )

@@ -59,12 +59,29 @@ class SlowPhases(SlowRank):
     pytest.param(SlowBypassing, marks=pytest.mark.full),
     pytest.param(SlowPhases, marks=pytest.mark.full),
 ], ids=lambda kind: kind.__name__)  # fmt: skip
-def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(tmp_path, kind):
+def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(
+    tmp_path, kind
+):
     task = f"tests.distributed.test_explain:{kind.__name__}"
-    spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
+    spec = make(
+        tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2}
+    )
     found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))
     usual_s, slow_s = found.own_s
     assert slow_s > WAIT_S > usual_s
     assert {"all-reduce", "waiting for ranks"} <= found.parts.keys()
     assert name_causes(spec.config, None, found)[0].kind == "straggling rank"
     assert not spec.storage.exists("")
+
+
+def test_a_loader_process_reads_a_stream_under_spawn(tmp_path):
+    """`--verify` tries one for a slow stream, and its workers are spawned."""
+    spec = make(
+        tmp_path,
+        task="tests.stream_tasks:Streamed",
+        task_args={"kind": "numbered"},
+        max_steps=4,
+        launcher="spawn",
+        data={"num_workers": 1},
+    )
+    assert run_spawn(ProfileJob(**asdict(spec), seconds=0.1)).step_s > 0

@@ -1,5 +1,5 @@
-"""Data and losses as users write them at the first try, on two ranks: as on one, or
-refused on both.
+"""Data and losses as users write them at the first try, on two ranks: as on
+one, or refused on both.
 """
 
 import pytest
@@ -51,7 +51,9 @@ class Experts(nn.Module):
         outputs = inputs.new_zeros(len(inputs), 4)
         for number in chosen.unique().tolist():
             rows = chosen == number
-            outputs = outputs.index_put((rows,), self.experts[number](inputs[rows]))
+            outputs = outputs.index_put(
+                (rows,), self.experts[number](inputs[rows])
+            )
         return outputs
 
 
@@ -108,8 +110,16 @@ def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
 
 def mix(rank, world_size):
     found = []
-    for strategy, in_block in (("ddp", False), ("fsdp", False), ("fsdp", True)):
-        changes = {"strategy": strategy, "global_batch_size": 2, "max_steps": 20}
+    for strategy, in_block in (
+        ("ddp", False),
+        ("fsdp", False),
+        ("fsdp", True),
+    ):
+        changes = {
+            "strategy": strategy,
+            "global_batch_size": 2,
+            "max_steps": 20,
+        }
         try:
             result = run(Mixture(in_block), rank, world_size, **changes)
             found.append(result.metrics["val_loss"])
@@ -118,10 +128,16 @@ def mix(rank, world_size):
     return found
 
 
-def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(tmp_path):
+def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(
+    tmp_path,
+):
     [[alone, *_]] = run_processes(1, mix, tmp_path)
     for found in run_processes(2, mix, tmp_path):
-        assert found == [pytest.approx(alone, rel=1e-5), "strategy", "strategy"]
+        assert found == [
+            pytest.approx(alone, rel=1e-5),
+            "strategy",
+            "strategy",
+        ]
 
 
 class Stops(LocalContext):
@@ -138,19 +154,36 @@ def part(rank, world_size, path, stops):
         {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3},
     )
     kind = Stops if stops else LocalContext
-    context = kind(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
-    return fit(Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context).status
+    context = kind(
+        Storage(str(path)), "spawn", rank, world_size, rank, world_size
+    )
+    return fit(
+        Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context
+    ).status
 
 
 def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
-    assert run_processes(2, part, tmp_path, tmp_path / "moved", True) == ["stopped"] * 2
+    assert (
+        run_processes(2, part, tmp_path, tmp_path / "moved", True)
+        == ["stopped"] * 2
+    )
     for name in ("moved", "whole"):
-        assert run_processes(1, part, tmp_path, tmp_path / name, False) == ["done"]
+        assert run_processes(1, part, tmp_path, tmp_path / name, False) == [
+            "done"
+        ]
     moved, whole = (
-        [row for row in read_log(Storage(str(tmp_path / name))) if "train_loss" in row]
+        [
+            row
+            for row in read_log(Storage(str(tmp_path / name)))
+            if "train_loss" in row
+        ]
         for name in ("moved", "whole")
     )
-    assert [row["step"] for row in moved] == [row["step"] for row in whole] == [4, 8]
+    assert (
+        [row["step"] for row in moved]
+        == [row["step"] for row in whole]
+        == [4, 8]
+    )
     assert [row["train_loss"] for row in moved] == pytest.approx(
         [row["train_loss"] for row in whole], rel=1e-12
     )

@@ -1,5 +1,5 @@
-"""The gradient of a global batch is one process's, however it is split into workers and
-microbatches.
+"""The gradient of a global batch is one process's, however it is split into
+workers and microbatches.
 """
 
 import pytest
@@ -20,8 +20,8 @@ from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
 CPU = torch.device("cpu")
-# (global batch size, step of the epoch, microbatch size): even, uneven, short last
-# step, ranks without a sample
+# (global batch size, step of the epoch, microbatch size): even, uneven, short
+# last step, ranks without a sample
 SPLITS = [
     (24, 0, 100),
     (23, 1, 4),
@@ -40,14 +40,16 @@ class Tokens(Blobs):
         return (batch[1] + 1).sum().to(self.dtype)
 
     def loss(self, outputs, batch):
-        losses = torch.nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            outputs, batch[1], reduction="none"
+        )
         weights = (batch[1] + 1).to(self.dtype)
         return (losses * weights).sum() / weights.sum()
 
 
 def gradient(task, rank, world_size, split, strategy="ddp"):
-    """Gradient and loss of one step, before any update; of a sharded model whole, on
-    rank 0.
+    """Gradient and loss of one step, before any update; of a sharded model
+    whole, on rank 0.
     """
     size, step, microbatch = split
     group = Group(rank, world_size, CPU)
@@ -55,12 +57,22 @@ def gradient(task, rank, world_size, split, strategy="ddp"):
     model = place_model(task.model(), group, strategy)
     data = task.dataset("train")
     sampler = StepSampler(
-        data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5
+        data,
+        global_batch_size=size,
+        num_replicas=world_size,
+        rank=rank,
+        seed=5,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=strategy == "ddp")
-    forward = ForwardPass(wrap_model(model, group, strategy), task, TABLE["fp32"], CPU)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0, fused=strategy == "ddp"
+    )
+    forward = ForwardPass(
+        wrap_model(model, group, strategy), task, TABLE["fp32"], CPU
+    )
     train = TrainStep(forward, optimizer, group)
-    microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
+    microbatches, sizes = sampler.plan(
+        step, microbatch, even=is_sharded(model)
+    )
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     train(
         feed.batches(microbatches, training=True),
@@ -69,32 +81,42 @@ def gradient(task, rank, world_size, split, strategy="ddp"):
         idle=not any(sizes),
     )
     found = whole([parameter.grad for parameter in model.parameters()], group)
-    return [one.clone() for one in found if one is not None], train.take_losses(1)()[
-        "train_loss"
-    ][0]
+    return [
+        one.clone() for one in found if one is not None
+    ], train.take_losses(1)()["train_loss"][0]
 
 
 def all_gradients(rank, world_size):
     tasks = [
-        cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")
+        cls(dtype=dtype)
+        for cls in (Blobs, Tokens)
+        for dtype in ("float64", "float32")
     ]
     wide = Blobs(
         dtype="float64", features=9000
     )  # too large to go to every rank directly
     found = [gradient(wide, rank, world_size, split) for split in SPLITS[:2]]
     return found + [
-        gradient(task, rank, world_size, split) for task in tasks for split in SPLITS
+        gradient(task, rank, world_size, split)
+        for task in tasks
+        for split in SPLITS
     ]
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
+)
 def test_every_factoring_gives_one_gradient(world_size, tmp_path):
     alone = all_gradients(0, 1)
     ranks = run_processes(world_size, all_gradients, tmp_path)
     for ours, theirs in zip(ranks[0], ranks[-1], strict=True):
-        assert all(map(torch.equal, ours[0], theirs[0])), "the same bits on every rank"
+        assert all(map(torch.equal, ours[0], theirs[0])), (
+            "the same bits on every rank"
+        )
     for rank, results in enumerate(ranks):
-        for (expected, loss), (found, found_loss) in zip(alone, results, strict=True):
+        for (expected, loss), (found, found_loss) in zip(
+            alone, results, strict=True
+        ):
             assert len(expected) == 4
             for ours, theirs in zip(found, expected, strict=True):
                 tolerance = 1e-12 if theirs.dtype == torch.float64 else 1e-6
@@ -104,8 +126,8 @@ def test_every_factoring_gives_one_gradient(world_size, tmp_path):
 
 
 class Measured(Tokens):
-    """torchmetrics of counts, whole data, sums, states that depend on the order of
-    batches; names of some batches.
+    """torchmetrics of counts, whole data, sums, states that depend on the
+    order of batches; names of some batches.
     """
 
     def metrics(self, outputs, batch):
@@ -122,7 +144,11 @@ class Measured(Tokens):
         some = "high" if batch[0][0, 0] > 0 else "low"
         part = torchmetrics.MeanMetric()
         part.update(outputs)
-        made |= {"error": error, "correlation": correlation, f"part_{some}": part}
+        made |= {
+            "error": error,
+            "correlation": correlation,
+            f"part_{some}": part,
+        }
         return {some: outputs[:, 0], **made, **super().metrics(outputs, batch)}
 
 
@@ -148,8 +174,12 @@ def all_evaluations(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_evaluation_is_one_figure_for_any_number_of_workers(world_size, tmp_path):
+@pytest.mark.parametrize(
+    "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
+)
+def test_evaluation_is_one_figure_for_any_number_of_workers(
+    world_size, tmp_path
+):
     alone = all_evaluations(0, 1)
     assert alone[-1].keys() >= {
         "val_auroc",
@@ -160,4 +190,7 @@ def test_evaluation_is_one_figure_for_any_number_of_workers(world_size, tmp_path
     }
     assert 0 < alone[-1]["val_accuracy"] < 1
     assert 0 < alone[-1]["val_auroc"] < 1
-    assert run_processes(world_size, all_evaluations, tmp_path) == [alone] * world_size
+    assert (
+        run_processes(world_size, all_evaluations, tmp_path)
+        == [alone] * world_size
+    )

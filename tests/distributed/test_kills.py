@@ -1,5 +1,5 @@
-"""Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every sample
-once, the same curve.
+"""Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every
+sample once, the same curve.
 """
 
 import pytest
@@ -12,7 +12,9 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return printed_by("tests.distributed.kills", tmp_path_factory.mktemp("kills"))
+    return printed_by(
+        "tests.distributed.kills", tmp_path_factory.mktemp("kills")
+    )
 
 
 @pytest.mark.parametrize(("name", "kills"), [("moved", 3), ("fixed 2", 2)])
@@ -35,7 +37,9 @@ def test_every_sample_is_trained_exactly_once_an_epoch(found):
 def test_the_curve_is_the_unbroken_one(found):
     unbroken = found["unbroken 1"]
     for name, run in found.items():
-        assert run["losses"] == pytest.approx(unbroken["losses"], rel=1e-12), name
+        assert run["losses"] == pytest.approx(unbroken["losses"], rel=1e-12), (
+            name
+        )
         assert len(run["losses"]) == EPOCHS * STEPS_PER_EPOCH
         for ours, theirs in zip(
             run["evaluations"], unbroken["evaluations"], strict=True

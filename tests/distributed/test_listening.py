@@ -1,5 +1,5 @@
-"""Where the processes of a real group of two listen: on the address that was meant, and
-on no other.
+"""Where the processes of a real group of two listen: on the address that was
+meant, and on no other.
 """
 
 import json
@@ -32,8 +32,8 @@ def listening():
 
 
 def _member(rank, directory, local_world_size, node):
-    """One worker as Ray Train has it, but for Ray: its place in the group and its
-    node's address are given.
+    """One worker as Ray Train has it, but for Ray: its place in the group and
+    its node's address are given.
     """
     from trainers.on_ray import worker_group
 
@@ -57,7 +57,9 @@ def _member(rank, directory, local_world_size, node):
     worker_group.own_gpu = lambda: 0
     place = Path(directory, "place")
     if rank == 0:
-        place.with_suffix(".new").write_text(json.dumps(worker_group._listen()))
+        place.with_suffix(".new").write_text(
+            json.dumps(worker_group._listen())
+        )
         place.with_suffix(".new").rename(place)
     while not place.exists():
         time.sleep(0.01)
@@ -76,22 +78,33 @@ def _member(rank, directory, local_world_size, node):
 
 def group(directory, local_world_size, node=NODE):
     """What both members of a group found."""
-    processes._fork(_member, (str(directory), local_world_size, node), nprocs=2)
-    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    processes._fork(
+        _member, (str(directory), local_world_size, node), nprocs=2
+    )
+    found = [
+        json.loads((directory / f"{rank}.json").read_text())
+        for rank in range(2)
+    ]
     assert [one["sum"] for one in found] == [2, 2]
     return found
 
 
 def test_a_group_on_one_node_listens_on_the_loopback(tmp_path):
     found = group(tmp_path, local_world_size=2)
-    assert {address for one in found for address in one["listening"]} == {"127.0.0.1"}
+    assert {address for one in found for address in one["listening"]} == {
+        "127.0.0.1"
+    }
     assert {one["gloo"] for one in found} == {
         "lo" if sys.platform == "linux" else "lo0"
     }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux")
-def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(tmp_path):
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="127.0.0.2 is an address of Linux"
+)
+def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(
+    tmp_path,
+):
     found = group(tmp_path, local_world_size=1)
     assert NODE in found[0]["listening"]
     assert not {"0.0.0.0", "::"} & {  # noqa: S104

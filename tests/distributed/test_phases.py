@@ -1,5 +1,5 @@
-"""Steps of several phases on several ranks: buffers of one model, and a run that is
-moved (curves: test_recipes.py).
+"""Steps of several phases on several ranks: buffers of one model, and a run
+that is moved (curves: test_recipes.py).
 """
 
 import pytest
@@ -47,7 +47,9 @@ class Chosen(Adversarial):
         rows = range(len(batch[0]))
         return torch.stack(
             [
-                self.of_sample(model, [part[row : row + 1] for part in batch], phase)
+                self.of_sample(
+                    model, [part[row : row + 1] for part in batch], phase
+                )
                 for row in rows
             ]
         ).mean()
@@ -93,11 +95,12 @@ def buffers(rank, world_size):
 
 
 def test_buffers_are_rank_0s_when_a_step_begins(tmp_path):
-    """The last step of an epoch has three samples: one rank has a microbatch more, and
-    turns them further.
+    """The last step of an epoch has three samples: one rank has a microbatch
+    more, and turns them further.
     """
     one, other = run_processes(2, buffers, tmp_path)
     assert len(one) == 24
     assert all(
-        torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True)
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(one, other, strict=True)
     )

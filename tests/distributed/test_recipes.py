@@ -1,5 +1,5 @@
-"""Recipes on several ranks: the curve of one rank and one microbatch, and a resume that
-is bit-equal.
+"""Recipes on several ranks: the curve of one rank and one microbatch, and a
+resume that is bit-equal.
 """
 
 import pytest
@@ -23,7 +23,9 @@ class SingleDistilled(Single, Distilled):
 
 DOUBLE = [Adversarial(), Wasserstein(), Weighed(), Chosen(), Distilled()]
 SINGLE = [SingleAdversarial(), SingleWasserstein(), SingleDistilled()]
-OTHERS = [pytest.param(task, marks=pytest.mark.campaign) for task in SINGLE[1:]]
+OTHERS = [
+    pytest.param(task, marks=pytest.mark.campaign) for task in SINGLE[1:]
+]
 
 
 def named(task):
@@ -32,35 +34,48 @@ def named(task):
 
 def curves(rank, world_size, task, sizes):
     """With each size of a microbatch."""
-    return [losses(rank, world_size, task, {"microbatch_size": size}) for size in sizes]
+    return [
+        losses(rank, world_size, task, {"microbatch_size": size})
+        for size in sizes
+    ]
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "world_size", [4, pytest.param(2, marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize(
     ("task", "tolerance"),
     [
         (DOUBLE[0], 1e-12),
-        *(pytest.param(task, 1e-12, marks=pytest.mark.full) for task in DOUBLE[1:]),
-        *(pytest.param(task, 1e-6, marks=pytest.mark.campaign) for task in SINGLE),
+        *(
+            pytest.param(task, 1e-12, marks=pytest.mark.full)
+            for task in DOUBLE[1:]
+        ),
+        *(
+            pytest.param(task, 1e-6, marks=pytest.mark.campaign)
+            for task in SINGLE
+        ),
     ],
     ids=named,
 )
 def test_the_curve_is_that_of_one_rank_and_one_microbatch(
     task, tolerance, world_size, tmp_path
 ):
-    """Steps of six and, the last of an epoch, of three samples: one of four ranks then
-    has none.
+    """Steps of six and, the last of an epoch, of three samples: one of four
+    ranks then has none.
     """
     [[alone, *split]] = run_processes(1, curves, tmp_path, task, [6, 4, 1])
     assert len(alone) == 12
-    # A critic's loss is a difference of terms near 1, which is near 0 in one of these
-    # steps.
+    # A critic's loss is a difference of terms near 1, which is near 0 in one
+    # of these steps.
     slack = tolerance if isinstance(task, Wasserstein) else 0.0
     for found in [
         *split,
         *(
             one
-            for rank in run_processes(world_size, curves, tmp_path, task, [6, 1])
+            for rank in run_processes(
+                world_size, curves, tmp_path, task, [6, 1]
+            )
             for one in rank
         ),
     ]:
@@ -68,8 +83,8 @@ def test_the_curve_is_that_of_one_rank_and_one_microbatch(
 
 
 def resumed(rank, world_size, task, path):
-    """A run of one start, and one of three: the second begins in the first epoch and
-    the third in the second.
+    """A run of one start, and one of three: the second begins in the first
+    epoch and the third in the second.
     """
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
     losses(rank, world_size, task, changes, path / "whole")

@@ -1,5 +1,5 @@
-"""Killed, and resumed on another number of workers, though the batch size changes: the
-same samples, the same curve.
+"""Killed, and resumed on another number of workers, though the batch size
+changes: the same samples, the same curve.
 """
 
 from pathlib import Path
@@ -27,7 +27,9 @@ def spec(tmp_path, name, workers, kill_at=(), **changes):
         "checkpoint__every_steps": 3,
         **changes,
     }
-    made = tree(tmp_path, task_args=args, scaling__num_workers=workers, **changes)
+    made = tree(
+        tmp_path, task_args=args, scaling__num_workers=workers, **changes
+    )
     # Three workers on two cores will do.
     return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 

@@ -1,5 +1,5 @@
-"""Checkpoints that all ranks write at once: resharded to any number of ranks to the
-bit, and killed at every kind of write.
+"""Checkpoints that all ranks write at once: resharded to any number of ranks
+to the bit, and killed at every kind of write.
 """
 
 import contextlib
@@ -7,7 +7,10 @@ import os
 import signal
 
 import pytest
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+)
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_strategies import Averaged
@@ -31,8 +34,8 @@ FILES = [
 
 
 def train(rank, world_size, path, name, source=None, **dotted):
-    """A run of `STEPS` steps; with `source` one that begins, and ends, where that one
-    did.
+    """A run of `STEPS` steps; with `source` one that begins, and ends, where
+    that one did.
     """
     base = {
         "global_batch_size": 24,
@@ -41,7 +44,9 @@ def train(rank, world_size, path, name, source=None, **dotted):
         "microbatch_size": 5,
         "optimizer.lr": 0.01,
     }
-    config = build(TrainConfig, override(TrainConfig, BASE, base | dotted), "test")
+    config = build(
+        TrainConfig, override(TrainConfig, BASE, base | dotted), "test"
+    )
     context = LocalContext(
         Storage(str(path / name)), "spawn", rank, world_size, rank, world_size
     )
@@ -89,7 +94,9 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
         )
         files = {
             file.name
-            for file in (tmp_path / name / f"checkpoints/step-{STEPS:012d}").iterdir()
+            for file in (
+                tmp_path / name / f"checkpoints/step-{STEPS:012d}"
+            ).iterdir()
         }
         is_sharded = strategy == "fsdp" and world_size > 1
         shards = sum(file.startswith("shard") for file in files)
@@ -100,8 +107,8 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
 
 
 def train_killed(rank, world_size, path, victim, file, after, later):
-    """The process of rank `victim` is killed in the middle of writing a file of a
-    checkpoint, or right after it.
+    """The process of rank `victim` is killed in the middle of writing a file
+    of a checkpoint, or right after it.
     """
     write = Storage.writer
 
@@ -145,15 +152,24 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
                 number % 2 == 0,
             )
         (tmp_path / "struck").unlink()
-        done = (tmp_path / "killed/checkpoints" / NAME / "manifest.json").exists()
+        done = (
+            tmp_path / "killed/checkpoints" / NAME / "manifest.json"
+        ).exists()
         assert done == (file == "manifest.json" and after)
     for name in ("killed", "unbroken"):
         (tmp_path / f"processes-{name}").mkdir()
-        run_processes(2, finish, tmp_path / f"processes-{name}", tmp_path, name)
+        run_processes(
+            2, finish, tmp_path / f"processes-{name}", tmp_path, name
+        )
     same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
 
 
 def finish(rank, world_size, path, name):
     train(
-        rank, world_size, path, name, strategy="fsdp", **{"checkpoint.every_steps": 2}
+        rank,
+        world_size,
+        path,
+        name,
+        strategy="fsdp",
+        **{"checkpoint.every_steps": 2},
     )

@@ -1,5 +1,5 @@
-"""`ddp.sync_batchnorm`: refused on a CPU by torch; with a layer that works there, equal
-to one worker.
+"""`ddp.sync_batchnorm`: refused on a CPU by torch; with a layer that works
+there, equal to one worker.
 """
 
 import pytest
@@ -56,7 +56,11 @@ def forward_on_cpu(layer, inputs):
         )
     sums = _Sum.apply(
         torch.cat(
-            [inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]
+            [
+                inputs.sum(0),
+                inputs.square().sum(0),
+                inputs.new_full((1,), len(inputs)),
+            ]
         )
     )
     mean, square = (sums[:-1] / sums[-1]).chunk(2)
@@ -65,7 +69,9 @@ def forward_on_cpu(layer, inputs):
         unbiased = variance * sums[-1] / (sums[-1] - 1)
         layer.running_mean.lerp_(mean, layer.momentum)
         layer.running_var.lerp_(unbiased, layer.momentum)
-    return (inputs - mean) / (variance + layer.eps).sqrt() * layer.weight + layer.bias
+    return (inputs - mean) / (
+        variance + layer.eps
+    ).sqrt() * layer.weight + layer.bias
 
 
 def train_all(rank, world_size):
@@ -80,8 +86,8 @@ def train_all(rank, world_size):
             lambda *args: None,
         )
         whole = run(Normed(), rank, world_size, **ON, microbatch_size=24)
-        # Accumulation, evaluation in batches that come out uneven, and a short last
-        # step that not all ranks have.
+        # Accumulation, evaluation in batches that come out uneven, and a short
+        # last step that not all ranks have.
         few = {
             **ON,
             "microbatch_size": 5,

@@ -1,5 +1,5 @@
-"""Hangs and deaths in groups of real processes: every phase is watched, and a run ends
-with the first cause.
+"""Hangs and deaths in groups of real processes: every phase is watched, and a
+run ends with the first cause.
 """
 
 import pytest
@@ -24,7 +24,10 @@ def stuck(tmp_path, place, workers=1, **changes):
     }
     budgets = {"failure__hang_timeout_s": 8.0, "scaling__num_workers": workers}
     made = tree(
-        tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes}
+        tmp_path,
+        task="tests.tasks:Stuck",
+        task_args=args,
+        **{**budgets, **changes},
     )
     return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
@@ -37,16 +40,29 @@ def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path):
     culprit, waits = met.value.message.split("; rank 1")
     assert culprit.startswith("rank 0 made no step for ")
     assert " s in setup (at tasks.py:" in culprit
-    assert " s in the barrier after setup, waiting for other ranks (at " in waits
+    assert (
+        " s in the barrier after setup, waiting for other ranks (at " in waits
+    )
 
 
 def failed(tmp_path, failure, **changes):
     """The end of a run of two ranks, of which rank 1 fails in training."""
-    args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
+    args = {
+        "failure": failure,
+        "on_rank": 1,
+        "marker": str(tmp_path / "failed"),
+    }
     before = set(SCRATCH.iterdir())
     with pytest.raises(RunFailedError) as met:
         run_spawn(
-            stuck(tmp_path, "training 20", 2, args=args, launcher="spawn", **changes)
+            stuck(
+                tmp_path,
+                "training 20",
+                2,
+                args=args,
+                launcher="spawn",
+                **changes,
+            )
         )
     assert (tmp_path / "failed").exists()
     assert set(SCRATCH.iterdir()) <= before
@@ -64,7 +80,9 @@ def failed(tmp_path, failure, **changes):
         ),
     ],
 )
-def test_the_first_cause_is_what_the_run_ends_with(tmp_path, failure, status, words):
+def test_the_first_cause_is_what_the_run_ends_with(
+    tmp_path, failure, status, words
+):
     """The other rank's broken collective follows from it."""
     found = failed(tmp_path, failure, failure__hang_timeout_s=60.0)
     assert found.status == status
@@ -97,14 +115,20 @@ def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path):
     assert "error: the run ended as `hung`: rank 0 made no step for " in said
     assert " s in checkpoint (at tasks.py:" in said
     [name] = spec.storage.names("hangs")
-    assert "_fail" in spec.storage.read(f"hangs/{name}").decode(), "the line that hangs"
+    assert "_fail" in spec.storage.read(f"hangs/{name}").decode(), (
+        "the line that hangs"
+    )
     assert "cluster" not in said
 
 
 def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path):
     """Before any worker is there."""
-    short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
-    (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")
+    short = (
+        "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
+    )
+    (tmp_path / "endless.py").write_text(
+        f"import time; {short}\n\ntime.sleep(3600)\n"
+    )
     changes = {
         "task": "endless:Task",
         "task_dir": str(tmp_path),

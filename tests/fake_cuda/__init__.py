@@ -58,17 +58,18 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def build() -> Path:
-    """Build the libraries for this Python's torch where they are missing or older than
-    their sources.
+    """Build the libraries for this Python's torch where they are missing or
+    older than their sources.
 
-    Returns the folder that has them. Raises NotBuiltError without g++ or torch's CUDA
-    headers.
+    Returns the folder that has them. Raises NotBuiltError without g++ or
+    torch's CUDA headers.
     """
     folder = BUILT / f"fake-cuda-{version('torch')}"
     newest = max(source.stat().st_mtime for source in SOURCES.iterdir())
     libraries = [folder / RUNTIME, folder / KERNELS]
     if all(
-        library.exists() and library.stat().st_mtime > newest for library in libraries
+        library.exists() and library.stat().st_mtime > newest
+        for library in libraries
     ):
         return folder
     if shutil.which("g++") is None:
@@ -85,7 +86,9 @@ def build() -> Path:
         link.symlink_to(RUNTIME)
     torch = _torch()
     found_in = [f"-isystem{torch / 'include'}", f"-L{torch / 'lib'}"]
-    linked = [f"-l{name}" for name in ("torch_cpu", "torch_cuda", "c10", "c10_cuda")]
+    linked = [
+        f"-l{name}" for name in ("torch_cpu", "torch_cuda", "c10", "c10_cuda")
+    ]
     _compile(folder / KERNELS, "kernels.cpp", *headers, *found_in, *linked)
     return folder
 
@@ -113,8 +116,8 @@ def _torch() -> Path:
 
 
 def _cuda_headers() -> list[Path]:
-    """Folders of the CUDA headers that torch's own packages bring; those of nvcc (crt/)
-    come with Triton.
+    """Folders of the CUDA headers that torch's own packages bring; those of
+    nvcc (crt/) come with Triton.
     """
     packages = _torch().parent
     toolkits = list(packages.glob("nvidia/cu1[0-9]/include"))
@@ -130,8 +133,8 @@ def _cuda_headers() -> list[Path]:
 
 
 def compile_without_kernels() -> None:
-    """Let torch.compile trace, guard and differentiate as ever, and run the graphs with
-    eager operators.
+    """Let torch.compile trace, guard and differentiate as ever, and run the
+    graphs with eager operators.
     """
     import torch
 
@@ -148,8 +151,8 @@ def compile_without_kernels() -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Become a Python with `arguments` that runs on the fake CUDA; exit code 2 where it
-    cannot be built.
+    """Become a Python with `arguments` that runs on the fake CUDA; exit code 2
+    where it cannot be built.
     """
     try:
         folder = build()
@@ -157,5 +160,7 @@ def main(arguments: list[str]) -> NoReturn:
         print(error, file=sys.stderr)
         sys.exit(2)
     os.execve(  # noqa: S606
-        sys.executable, [sys.executable, *arguments], os.environ | environment(folder)
+        sys.executable,
+        [sys.executable, *arguments],
+        os.environ | environment(folder),
     )

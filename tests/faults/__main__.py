@@ -1,12 +1,14 @@
-"""A campaign of faults over real processes: what happens when anything is killed,
-stopped, filled or broken.
+"""A campaign of faults over real processes: what happens when anything is
+killed, stopped, filled or broken.
 
-Run as: python -m tests.faults [--runs 500] [--seed 1] [--only NAME] [--jobs 1] [--case
-1-37] [--table] Cases are drawn by seed and number, so that each can be run again alone
-(`--case 1-37`). What has ended is kept in build/faults, and the same command goes on
-from there. `--only` names a scenario (local, spawn, ...) or a kind of fault (signal,
-storage, ...). The table of docs/reliability.md is made of all that is kept (`--table`
-only makes it; `--keep` writes it and the JSON).
+Run as: python -m tests.faults [--runs 500] [--seed 1] [--only NAME] [--jobs 1]
+    [--case 1-37] [--table]
+
+Cases are drawn by seed and number, so that each can be run again alone
+(`--case 1-37`). What has ended is kept in build/faults, and the same command
+goes on from there. `--only` names a scenario (local, spawn, ...) or a kind of
+fault (signal, storage, ...). The table of docs/reliability.md is made of all
+that is kept (`--table` only makes it; `--keep` writes it and the JSON).
 """
 
 import argparse
@@ -25,7 +27,9 @@ from tests.faults.table import keep, summary, table
 _MAX_DRAWS = 8
 
 
-def one(seed: int, number: int, only: str = "", workspace: Path = WORKSPACE) -> Row:
+def one(
+    seed: int, number: int, only: str = "", workspace: Path = WORKSPACE
+) -> Row:
     """The case of a seed and a number; drawn anew where the fault does not land."""
     spent_s = 0.0
     for attempt in range(_MAX_DRAWS):
@@ -52,7 +56,9 @@ def campaign(runs: int, seed: int, only: str, jobs: int) -> list[Row]:
     rows = read(file)
     known = {row.case for row in rows}
     numbers = [
-        number for number in range(1, runs + 1) if f"{seed}-{number}" not in known
+        number
+        for number in range(1, runs + 1)
+        if f"{seed}-{number}" not in known
     ]
     with ThreadPoolExecutor(jobs) as pool, file.open("a") as kept:
         for row in pool.map(lambda number: one(seed, number, only), numbers):
@@ -72,15 +78,20 @@ def read(file: Path) -> list[Row]:
 def main() -> int:
     """Run what was asked for; 1 where anything did not hold."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--runs", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="a scenario or a kind of fault")
+    parser.add_argument(
+        "--only", default="", help="a scenario or a kind of fault"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--case", help="one case alone, as 1-37")
     parser.add_argument(
-        "--table", action="store_true", help="only make the table of what is kept"
+        "--table",
+        action="store_true",
+        help="only make the table of what is kept",
     )
     parser.add_argument(
         "--keep",
@@ -97,8 +108,13 @@ def main() -> int:
     if not given.table:
         began = time.monotonic()
         rows = campaign(given.runs, given.seed, given.only, given.jobs)
-        print(f"\n{summary(rows)}; {(time.monotonic() - began) / 60:.0f} minutes")
-    kept = {file.stem: read(file) for file in sorted(WORKSPACE.glob("*-seed-?*.jsonl"))}
+        print(
+            f"\n{summary(rows)}; {(time.monotonic() - began) / 60:.0f} minutes"
+        )
+    kept = {
+        file.stem: read(file)
+        for file in sorted(WORKSPACE.glob("*-seed-?*.jsonl"))
+    }
     print(table(kept))
     if given.keep:
         print(f"kept in {keep(kept)}")

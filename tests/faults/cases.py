@@ -1,5 +1,5 @@
-"""A case is data: a scenario, one or two faults, and their moment; drawn by seed and
-number, with what must follow.
+"""A case is data: a scenario, one or two faults, and their moment; drawn by
+seed and number, with what must follow.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from tests.faults.scenarios import SCENARIOS, TRIALS, Scenario
 
 _DEADLY = {"SIGKILL": -9, "SIGTERM": -15, "SIGINT": -2, "SIGHUP": -1}
-# What people type at a terminal, or a scheduler sends, is drawn as often as what a
-# crash does.
+# What people type at a terminal, or a scheduler sends, is drawn as often as
+# what a crash does.
 SIGNALS = (
     "SIGKILL",
     "SIGKILL",
@@ -35,11 +35,17 @@ PHASES = (
 )
 PHASES += ("transform", "collate", "loss", "metrics", "evaluate", "state_dict")
 _STEPWISE = ("forward", "backward", "loss")
-_LATER = {"transform": 40, "collate": 40, "metrics": 8, "evaluate": 8, "state_dict": 12}
+_LATER = {
+    "transform": 40,
+    "collate": 40,
+    "metrics": 8,
+    "evaluate": 8,
+    "state_dict": 12,
+}
 """Phases that come again and again: the latest occurrence that is drawn."""
 _SOONER = {"transform": 12, "collate": 12, "metrics": 6, "evaluate": 6}
-"""The first that is: before, samples are also read in passes that are thrown away, in
-some of which nobody minds an error that does not come again.
+"""The first that is: before, samples are also read in passes that are thrown
+away, in some of which nobody minds an error that does not come again.
 """
 # How often each scenario is drawn: the slow ones less.
 _SHARES = {
@@ -71,8 +77,8 @@ class Fault:
 
     name: str
     act: str
-    """signal, raise, oom, nan, hang, clock, errno, slow, stall, fill, delete, start,
-    fresh or server.
+    """signal, raise, oom, nan, hang, clock, errno, slow, stall, fill, delete,
+    start, fresh or server.
     """
     target: str = "worker"
     """The role that a signal is sent to."""
@@ -80,8 +86,8 @@ class Fault:
     """The signal, the errno, the seconds of a jump."""
     event: str = "step"
     number: int = 1
-    """It happens at this occurrence of `event`, as the process of `role` (and `rank`)
-    counts it.
+    """It happens at this occurrence of `event`, as the process of `role` (and
+    `rank`) counts it.
     """
     role: str = "worker"
     rank: int | None = None
@@ -102,12 +108,12 @@ class Expected:
     close: bool = False
     """Weights are those of another microbatch: equal up to rounding."""
     redo: bool = True
-    """At most a checkpoint's interval is done again; else there may be nothing to go on
-    from.
+    """At most a checkpoint's interval is done again; else there may be nothing
+    to go on from.
     """
     statuses: frozenset[str] = frozenset()
-    """What a trial of a sweep may have ended as, besides done: as many trials as there
-    are faults.
+    """What a trial of a sweep may have ended as, besides done: as many trials
+    as there are faults.
     """
     traceback: bool = False
     """The user's own exception shows its traceback."""
@@ -168,7 +174,9 @@ def draw(seed: int, number: int, only: str = "", attempt: int = 0) -> Case:
     return Case(f"{seed}-{number}", scenario, faults)
 
 
-def _one(chance: random.Random, scenario: Scenario, kind: str) -> tuple[Fault, ...]:
+def _one(
+    chance: random.Random, scenario: Scenario, kind: str
+) -> tuple[Fault, ...]:
     rank = chance.randrange(scenario.world)
     step = chance.randrange(2, scenario.steps - 20)
     at = Fault("", "", number=step, rank=rank, trial=_trial(chance, scenario))
@@ -222,11 +230,16 @@ def _one(chance: random.Random, scenario: Scenario, kind: str) -> tuple[Fault, .
         word = "back" if days < 0 else "forward"
         return (
             replace(
-                at, name=f"clock jumps {word}", act="clock", detail=str(days * 86400)
+                at,
+                name=f"clock jumps {word}",
+                act="clock",
+                detail=str(days * 86400),
             ),
         )
     act = chance.choice(("start", "fresh"))
-    words = "a second start beside it" + (" with --fresh" if act == "fresh" else "")
+    words = "a second start beside it" + (
+        " with --fresh" if act == "fresh" else ""
+    )
     return (replace(at, name=words, act=act),)
 
 
@@ -235,7 +248,11 @@ def _trial(chance: random.Random, scenario: Scenario) -> int | None:
 
 
 def _signals(
-    chance: random.Random, scenario: Scenario, at: Fault, role: str, signal: str
+    chance: random.Random,
+    scenario: Scenario,
+    at: Fault,
+    role: str,
+    signal: str,
 ) -> tuple[Fault, ...]:
     victim = chance.randrange(scenario.world) if role == "worker" else None
     name = f"{signal.replace(' 3', ', then SIGCONT')}: {role}"
@@ -258,7 +275,9 @@ def _signals(
 
 
 def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
-    act = chance.choice(("killed", "errno", "errno", "slow", "stall", *_ON_DISK))
+    act = chance.choice(
+        ("killed", "errno", "errno", "slow", "stall", *_ON_DISK)
+    )
     if act in _ON_DISK:
         return replace(at, name=_DISK[act], act=act)
     roles = [
@@ -267,11 +286,14 @@ def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
         if role in scenario.roles
     ]
     role = chance.choice(roles) if scenario.kind != "run" else "worker"
-    # A driver or an actor does few operations, a worker a dozen for each checkpoint.
+    # A driver or an actor does few operations, a worker a dozen for each
+    # checkpoint.
     number = chance.randint(
         1, 250 if role == "worker" and scenario.kind == "run" else 12
     )
-    if role == "worker" and scenario.kind == "sweep":  # its trials keep nothing
+    if (
+        role == "worker" and scenario.kind == "sweep"
+    ):  # its trials keep nothing
         role = "trial actor"
         number = chance.randint(1, 4)
     at = replace(
@@ -285,9 +307,16 @@ def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
     if act == "killed":
         name = f"storage: {role} killed at an operation"
         return replace(
-            at, name=name, act="signal", target=role, detail="SIGKILL", victim=0
+            at,
+            name=name,
+            act="signal",
+            target=role,
+            detail="SIGKILL",
+            victim=0,
         )
-    detail = chance.choice(("ENOSPC", "EROFS", "EIO")) if act == "errno" else ""
+    detail = (
+        chance.choice(("ENOSPC", "EROFS", "EIO")) if act == "errno" else ""
+    )
     words = {
         "ENOSPC": "full (in one process)",
         "EROFS": "read-only",
@@ -297,7 +326,11 @@ def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
     return replace(at, name=name, act=act, detail=detail)
 
 
-_SERVER = {"503": "answers 503", "cut": "cuts its answers", "dawdle": "is slow"}
+_SERVER = {
+    "503": "answers 503",
+    "cut": "cuts its answers",
+    "dawdle": "is slow",
+}
 _DISK = {"fill": "storage: disk full", "delete": "storage: deleted in mid-run"}
 
 
@@ -314,8 +347,14 @@ def _in_phase(
         at = replace(at, number=_number(chance, phase), trial=None)
     if phase == "setup":
         at = replace(at, rank=0)  # only one process of a node does it
-    role = "loader" if phase == "collate" and "loader" in scenario.roles else "worker"
-    return replace(at, name=f"{words}: {phase}", act=act, event=phase, role=role)
+    role = (
+        "loader"
+        if phase == "collate" and "loader" in scenario.roles
+        else "worker"
+    )
+    return replace(
+        at, name=f"{words}: {phase}", act=act, event=phase, role=role
+    )
 
 
 def _number(chance: random.Random, phase: str) -> int:
@@ -335,10 +374,15 @@ def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
     if chance.random() < 0.5 and (others or scenario.world > 1):
         role = chance.choice([*others, *["worker"] * (scenario.world > 1)])
         first = replace(
-            at, name=f"SIGKILL: {role}", act="signal", target=role, detail="SIGKILL"
+            at,
+            name=f"SIGKILL: {role}",
+            act="signal",
+            target=role,
+            detail="SIGKILL",
         )
         first = replace(
-            first, victim=(rank + 1) % scenario.world if role == "worker" else None
+            first,
+            victim=(rank + 1) % scenario.world if role == "worker" else None,
         )
     else:
         act = chance.choice(_ON_DISK)
@@ -354,7 +398,9 @@ def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
                 victim=rank,
             ),
             replace(at, name="loss NaN", act="nan", event="loss"),
-            replace(at, name="exception: forward", act="raise", event="forward"),
+            replace(
+                at, name="exception: forward", act="raise", event="forward"
+            ),
             replace(
                 at,
                 name=f"SIGKILL: {scenario.root}",
@@ -386,7 +432,9 @@ def _after(scenario: Scenario, fault: Fault) -> Expected:
             "fill": "No space left|disk is full",
             "delete": "could not|is gone|was deleted|is not there|no longer|No such file",
         }[fault.detail or fault.act]
-        return Expected(frozenset({0, 1, 2}), words, redo=fault.act != "delete")
+        return Expected(
+            frozenset({0, 1, 2}), words, redo=fault.act != "delete"
+        )
     if fault.act in ("slow", "stall", "clock", "start", "fresh", "server"):
         return Expected()
     if fault.act == "nan":
@@ -404,8 +452,8 @@ def _after(scenario: Scenario, fault: Fault) -> Expected:
             statuses=frozenset({"hung"}),
         )
     if fault.act == "oom":
-        # A smaller microbatch, or, where the memory is not the step's, an end that says
-        # so.
+        # A smaller microbatch, or, where the memory is not the step's, an end
+        # that says so.
         return Expected(
             frozenset({0, 1}),
             "out of memory|OutOfMemory",
@@ -420,7 +468,9 @@ def _after(scenario: Scenario, fault: Fault) -> Expected:
         if many
         else frozenset({1, 2})
     )
-    return Expected(codes, "injected", statuses=frozenset({"error"}), traceback=True)
+    return Expected(
+        codes, "injected", statuses=frozenset({"error"}), traceback=True
+    )
 
 
 def _after_signal(scenario: Scenario, fault: Fault) -> Expected:
@@ -452,14 +502,25 @@ def _after_signal(scenario: Scenario, fault: Fault) -> Expected:
     if role == "trial actor":
         return Expected(frozenset({0, 1}), "actor|trial")
     if role == "loader" and signal == "SIGSTOP":
-        return Expected(frozenset({1, 74}), "hung|made no step|silent|DataLoader")
+        return Expected(
+            frozenset({1, 74}), "hung|made no step|silent|DataLoader"
+        )
     if role == "loader":
-        words = f"DataLoader.*({signal}|{signal[3:].title()}|[Kk]illed)|{signal}"
+        words = (
+            f"DataLoader.*({signal}|{signal[3:].title()}|[Kk]illed)|{signal}"
+        )
         return Expected(frozenset({0, 1}), words, traceback=True)
     if scenario.on_ray:  # the group or the lane starts again
-        return Expected(statuses=frozenset({"hung"} if signal == "SIGSTOP" else ()))
-    if signal in ("SIGTERM", "SIGINT"):  # one rank that is asked to stop stops all
-        return Expected(frozenset({0, 1}), f"{signal}|interrupted|{_DEADLY[signal]}")
+        return Expected(
+            statuses=frozenset({"hung"} if signal == "SIGSTOP" else ())
+        )
+    if signal in (
+        "SIGTERM",
+        "SIGINT",
+    ):  # one rank that is asked to stop stops all
+        return Expected(
+            frozenset({0, 1}), f"{signal}|interrupted|{_DEADLY[signal]}"
+        )
     if signal == "SIGSTOP":
         return Expected(frozenset({1, 74}), "hung|made no step|stopped|silent")
     return Expected(

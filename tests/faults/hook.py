@@ -35,8 +35,8 @@ _VARIABLE = "PACELINE_FAULTS"
 SECOND = "PACELINE_FAULTS_SECOND"
 """In the environment of a second start."""
 STALL_S = 25.0
-"""How long a stalled operation takes: longer than `failure.hang_timeout_s` of every
-scenario.
+"""How long a stalled operation takes: longer than `failure.hang_timeout_s` of
+every scenario.
 """
 SLOW_S = 0.05
 BESIDE_S = 5.0
@@ -76,8 +76,8 @@ class Found:
 
 
 def install():
-    """Read the plan, if there is one, and see to it that modules are patched as they
-    are imported.
+    """Read the plan, if there is one, and see to it that modules are patched
+    as they are imported.
     """
     global _directory
     if _VARIABLE not in os.environ:
@@ -97,8 +97,8 @@ def install():
 
 
 def event(name: str, number: int | None = None) -> str:
-    """Count an event of this process, and let what is planned for it happen; returns
-    "nan" where that is planned.
+    """Count an event of this process, and let what is planned for it happen;
+    returns "nan" where that is planned.
     """
     if _directory is None:
         return ""
@@ -139,8 +139,8 @@ def note_rank(rank: int):
 
 
 def processes(directory: Path, root_role: str = "driver") -> list[Found]:
-    """All live processes of a case, by their environment, output or command line;
-    zombies are none.
+    """All live processes of a case, by their environment, output or command
+    line; zombies are none.
     """
     token = str(directory)
     root = _root(directory)
@@ -179,10 +179,13 @@ def _stat(entry: Path) -> int:
 
 
 def _belongs(entry: Path, token: str, command: str) -> bool:
-    if token in command or f"{token}/".encode() in (entry / "environ").read_bytes():
+    if (
+        token in command
+        or f"{token}/".encode() in (entry / "environ").read_bytes()
+    ):
         return True
-    # Ray's workers and agents overwrite their environment with their title; all have
-    # the raylet's log open.
+    # Ray's workers and agents overwrite their environment with their title;
+    # all have the raylet's log open.
     with contextlib.suppress(OSError):
         return any(
             str(link.readlink()).startswith(f"{token}/")
@@ -203,7 +206,8 @@ def _role(pid: int, command: str, root: int, root_role: str) -> str:
         return "raylet"
     if program.startswith("ray::"):
         return next(
-            (role for word, role in _TITLES.items() if word in command), "ray worker"
+            (role for word, role in _TITLES.items() if word in command),
+            "ray worker",
         )
     return "other"
 
@@ -243,8 +247,8 @@ def own_rank() -> int:
 
 
 def _wait_for_second_start():
-    """A run that is started a second time is under way as long as that takes; the
-    second one does not wait.
+    """A run that is started a second time is under way as long as that takes;
+    the second one does not wait.
     """
     assert _directory is not None
     starts = [
@@ -267,7 +271,9 @@ def _is_here(fault: dict[str, Any]) -> bool:
     if fault["trial"] is not None and fault["trial"] != trial:
         return False
     return role == fault["role"] and (
-        role != "worker" or fault["rank"] is None or own_rank() == fault["rank"]
+        role != "worker"
+        or fault["rank"] is None
+        or own_rank() == fault["rank"]
     )
 
 
@@ -319,10 +325,15 @@ def _send(index: int, fault: dict[str, Any]):
         return
     if not _claim(index, target.pid, target.role, target.command):
         return
-    if rest:  # continued after so many seconds, whatever becomes of this process
+    if (
+        rest
+    ):  # continued after so many seconds, whatever becomes of this process
         script = f"sleep {rest[0]}; kill -CONT {target.pid}"
         subprocess.Popen(
-            ["/bin/sh", "-c", script], env={}, start_new_session=True, **_NO_OUTPUT
+            ["/bin/sh", "-c", script],
+            env={},
+            start_new_session=True,
+            **_NO_OUTPUT,
         )
     number = signal.Signals[name]
     if number == signal.SIGINT and target.pid == _root(_directory):
@@ -351,7 +362,11 @@ def _find(fault: dict[str, Any]) -> Found | None:
             return next((one for one in of_role if one.pid == wanted), None)
         return None
     if fault["target"] == "loader":
-        return Found(os.getpid(), "loader", 1, "") if own_role() == "loader" else None
+        return (
+            Found(os.getpid(), "loader", 1, "")
+            if own_role() == "loader"
+            else None
+        )
     return of_role[0] if of_role else None
 
 
@@ -387,8 +402,8 @@ def _fill(ballast: Path):
 
 
 def _count_steps(module: Any):
-    """Every training step tells its task that it begins; passes that are thrown away do
-    not.
+    """Every training step tells its task that it begins; passes that are
+    thrown away do not.
     """
     original = module.TrainStep.__call__
 
@@ -406,19 +421,21 @@ def _count_steps(module: Any):
 
 
 def _watch_storage(module: Any):
-    """Count the operations of storage: "storage" before each, and before what was
-    written is renamed.
+    """Count the operations of storage: "storage" before each, and before what
+    was written is renamed.
     """
     for name in ("exists", "names", "delete", "writer", "reader"):
         setattr(
-            module.Storage, name, _watched(module, name, getattr(module.Storage, name))
+            module.Storage,
+            name,
+            _watched(module, name, getattr(module.Storage, name)),
         )
     fsync = os.fsync
 
     def watched(descriptor: int):
-        if sys._getframe(1).f_globals.get("__name__") == "trainers.storage" and (
-            error := _storage_fault("fsync")
-        ):
+        if sys._getframe(1).f_globals.get(
+            "__name__"
+        ) == "trainers.storage" and (error := _storage_fault("fsync")):
             raise error
         fsync(descriptor)
 
@@ -429,7 +446,9 @@ def _watched(module: Any, name: str, original: Any) -> Any:
     def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
         if error := _storage_fault(name):
             where = self.locate(args[0]) if args else self.uri
-            raise module.StorageError(f"could not {name} {where}: {error}") from error
+            raise module.StorageError(
+                f"could not {name} {where}: {error}"
+            ) from error
         return original(self, *args, **kwargs)
 
     return operation
@@ -453,7 +472,10 @@ def _storage_fault(name: str) -> OSError | None:
         event("storage")
         for index, fault in enumerate(_plan["faults"]):
             marker = _directory / f"landed-{index}"
-            if fault["act"] not in ("errno", "slow", "stall") or not marker.exists():
+            if (
+                fault["act"] not in ("errno", "slow", "stall")
+                or not marker.exists()
+            ):
                 continue
             if not (_directory / "armed").exists():
                 continue

@@ -1,8 +1,8 @@
-"""What must be true after a fault: each check returns what is wrong, in words; no
-words, and the case has held.
+"""What must be true after a fault: each check returns what is wrong, in words;
+no words, and the case has held.
 
-It reads what is on storage by itself (JSON, torch.load), and takes nothing from the
-product but its word.
+It reads what is on storage by itself (JSON, torch.load), and takes nothing
+from the product but its word.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ Samples = dict[tuple[int, int, int], list[int]]
 
 
 class Leftovers:
-    """The processes that outlive their command by more than `grace_s`; they are killed
-    then.
+    """The processes that outlive their command by more than `grace_s`; they
+    are killed then.
     """
 
     def __init__(self, alive: Sequence[Found], grace_s: float):
@@ -64,7 +64,10 @@ class Leftovers:
         for one in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
-        while any(one.is_alive() for one in left) and time.monotonic() < deadline + 10:
+        while (
+            any(one.is_alive() for one in left)
+            and time.monotonic() < deadline + 10
+        ):
             time.sleep(0.1)
 
 
@@ -85,7 +88,11 @@ class Ended:
     @property
     def sentences(self) -> list[str]:
         """What it says went wrong."""
-        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+        return [
+            line
+            for line in self.err.splitlines()
+            if line.startswith("error: ")
+        ]
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,9 @@ class Observed:
 def violations(seen: Observed) -> list[str]:
     """Everything that is wrong, each with the name of its check."""
     return [
-        f"{name}: {words}" for name, check in CHECKS.items() for words in check(seen)
+        f"{name}: {words}"
+        for name, check in CHECKS.items()
+        for words in check(seen)
     ]
 
 
@@ -139,10 +148,14 @@ def right_code(seen: Observed) -> Iterator[str]:
 
 
 def one_sentence(seen: Observed) -> Iterator[str]:
-    """A command that failed says so in one sentence on standard error; under torchrun
-    each of its workers.
+    """A command that failed says so in one sentence on standard error; under
+    torchrun each of its workers.
     """
-    most = seen.case.scenario.world if seen.case.scenario.root == "torchrun" else 1
+    most = (
+        seen.case.scenario.world
+        if seen.case.scenario.root == "torchrun"
+        else 1
+    )
     for end in [*seen.ends, *([seen.beside] if seen.beside else [])]:
         many = end.code == 2  # a configuration may have several mistakes
         if (
@@ -173,7 +186,12 @@ def true_cause(seen: Observed) -> Iterator[str]:
     """A command that failed names the cause."""
     first = seen.ends[0]
     words = seen.case.expected.words
-    if not words or first.code is None or first.code <= 0 or first.code in (130, 143):
+    if (
+        not words
+        or first.code is None
+        or first.code <= 0
+        or first.code in (130, 143)
+    ):
         return
     said = "\n".join(first.sentences)
     if seen.case.scenario.root == "torchrun":
@@ -231,7 +249,11 @@ def exact_samples(seen: Observed) -> Iterator[str]:
             # What a kill cut off in mid-step is the beginning of it.
             if indices == wanted:
                 done.add(key)
-            elif wanted is None or indices != wanted[: len(indices)] or key != last:
+            elif (
+                wanted is None
+                or indices != wanted[: len(indices)]
+                or key != last
+            ):
                 yield f"trial {key[0]} step {key[1]} rank {key[2]} trained {indices}, not {wanted}"
                 return
     lost = set(seen.reference.samples) - done
@@ -256,8 +278,8 @@ def little_redone(seen: Observed) -> Iterator[str]:
 
 
 def trials_kept(seen: Observed) -> Iterator[str]:
-    """No finished trial is lost, changed or run again, and each ends as in the unbroken
-    sweep.
+    """No finished trial is lost, changed or run again, and each ends as in the
+    unbroken sweep.
     """
     scenario = seen.case.scenario
     expected = seen.case.expected
@@ -268,7 +290,10 @@ def trials_kept(seen: Observed) -> Iterator[str]:
         for name, text in end.records.items():
             if expected.redo and last.get(name) != text:
                 yield f"the record {name} is {'lost' if name not in last else 'another'}"
-    records = {_config_of(json.loads(text)): json.loads(text) for text in last.values()}
+    records = {
+        _config_of(json.loads(text)): json.loads(text)
+        for text in last.values()
+    }
     if len(last) != TRIALS:
         yield f"{len(last)} of {TRIALS} trials have a record"
     ended = {
@@ -279,13 +304,17 @@ def trials_kept(seen: Observed) -> Iterator[str]:
     if expected.redo:
         again = {
             key[0]
-            for process in read_samples(seen.directory, after=seen.ends[0].ended)
+            for process in read_samples(
+                seen.directory, after=seen.ends[0].ended
+            )
             for key in process
             if key[0] in ended
         }
         if again:
             yield f"trials {sorted(again)} had ended, and ran again"
-    odd = {name: one for name, one in records.items() if one["status"] != "done"}
+    odd = {
+        name: one for name, one in records.items() if one["status"] != "done"
+    }
     for name, one in odd.items():
         if one["status"] not in expected.statuses:
             yield f"trial {name} is {one['status']} ({one.get('message', '')})"
@@ -316,15 +345,19 @@ def nothing_left(seen: Observed) -> Iterator[str]:
         late = last_step(seen.directory, end)
         if late > ORPHAN_S:
             yield f"workers of command {number + 1} trained on for {late:.1f} s after it"
-    # Where a driver is killed after its workers have ended, nobody is left to clear up.
+    # Where a driver is killed after its workers have ended, nobody is left to
+    # clear up.
     root = seen.case.scenario.root
     deadly = ("SIGKILL", "SIGSTOP")
     is_left = any(
-        fault.target == root and fault.detail in deadly for fault in seen.case.faults
+        fault.target == root and fault.detail in deadly
+        for fault in seen.case.faults
     )
     files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
     files = [
-        name for name in files if not (is_left and name.startswith("paceline-spawn-"))
+        name
+        for name in files
+        if not (is_left and name.startswith("paceline-spawn-"))
     ]
     files += [
         str(path.relative_to(seen.directory))
@@ -349,7 +382,9 @@ CHECKS = {
 }
 
 
-def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | None:
+def read_weights(
+    directory: Path, scenario: Scenario
+) -> dict[str, Tensor] | None:
     """The model of the last step, as the files on storage have it."""
     file = (
         directory
@@ -360,8 +395,15 @@ def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | Non
         / "state.pt"
     )
     try:
-        model = torch.load(file, map_location="cpu", weights_only=True)["model"]
-    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
+        model = torch.load(file, map_location="cpu", weights_only=True)[
+            "model"
+        ]
+    except (
+        EOFError,
+        OSError,
+        RuntimeError,
+        pickle.UnpicklingError,
+    ):  # it was cut off
         return None
     return model
 
@@ -378,13 +420,17 @@ def read_samples(directory: Path, after: float = 0.0) -> list[Samples]:
         for text in file.read_text().split("\n")[:-1]:
             line = json.loads(text)
             at = (line["trial"], line["step"])
-            twice = set(line["indices"]) & set(current.get((*at, line["rank"]), ()))
+            twice = set(line["indices"]) & set(
+                current.get((*at, line["rank"]), ())
+            )
             if at[0] == before[0] and (at[1] < before[1] or twice):
                 found.append(current)
                 current = {}
             before = at
             if line["when"] >= after:
-                current.setdefault((*at, line["rank"]), []).extend(line["indices"])
+                current.setdefault((*at, line["rank"]), []).extend(
+                    line["indices"]
+                )
         found.append(current)
     return found
 
@@ -394,7 +440,9 @@ def read_records(directory: Path, scenario: Scenario) -> dict[str, str]:
     if scenario.kind == "run":
         return {}
     where = directory / "runs" / "run" / "trials"
-    return {path.name: path.read_text() for path in sorted(where.glob("*.json"))}
+    return {
+        path.name: path.read_text() for path in sorted(where.glob("*.json"))
+    }
 
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:
@@ -406,9 +454,13 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
-def read_metrics(directory: Path, scenario: Scenario) -> dict[str, dict[str, float]]:
+def read_metrics(
+    directory: Path, scenario: Scenario
+) -> dict[str, dict[str, float]]:
     """The figures of each trial by its configuration."""
-    found = [json.loads(text) for text in read_records(directory, scenario).values()]
+    found = [
+        json.loads(text) for text in read_records(directory, scenario).values()
+    ]
     return {_config_of(one): comparable(one["metrics"]) for one in found}
 
 
@@ -416,22 +468,29 @@ def last_step(directory: Path, end: Ended) -> float:
     """For how long processes of a command trained on after its end, s."""
     times = [0.0]
     for file in (directory / "samples").iterdir():
-        whens = [json.loads(text)["when"] for text in file.read_text().split("\n")[:-1]]
+        whens = [
+            json.loads(text)["when"]
+            for text in file.read_text().split("\n")[:-1]
+        ]
         if whens and end.began <= whens[0] < end.ended:
             times.append(whens[-1] - end.ended)
     return max(times)
 
 
-def first_new(directory: Path, landed: dict[str, Any], since: float) -> float | None:
-    """When the first step began that nobody had begun before, and that is not the one
-    amid which the fault came; of the trial that it has hit.
+def first_new(
+    directory: Path, landed: dict[str, Any], since: float
+) -> float | None:
+    """When the first step began that nobody had begun before, and that is not
+    the one amid which the fault came; of the trial that it has hit.
 
     After a recovery, which began at `since`, by a process of its own.
     """
     last = 0
     new = []
     for file in (directory / "samples").iterdir():
-        lines = [json.loads(text) for text in file.read_text().split("\n")[:-1]]
+        lines = [
+            json.loads(text) for text in file.read_text().split("\n")[:-1]
+        ]
         is_old = bool(lines) and lines[0]["when"] <= since != landed["when"]
         for line in lines:
             if line["trial"] != landed["trial"]:
@@ -448,8 +507,8 @@ def _config_of(record: dict[str, Any]) -> str:
 
 
 def _is_agents(seen: Observed, end: Ended) -> bool:
-    """Whether torchrun's own agent is all that can speak: it was sent a signal, or
-    every worker was killed.
+    """Whether torchrun's own agent is all that can speak: it was sent a
+    signal, or every worker was killed.
     """
     killed = [
         fault
@@ -458,9 +517,15 @@ def _is_agents(seen: Observed, end: Ended) -> bool:
     ]
     if seen.case.scenario.root != "torchrun":
         return False
-    return "SignalException" in end.err or len(killed) == seen.case.scenario.world
+    return (
+        "SignalException" in end.err or len(killed) == seen.case.scenario.world
+    )
 
 
 def _tail(end: Ended) -> str:
-    lines = [line for line in (end.out + "\n" + end.err).splitlines() if line.strip()]
+    lines = [
+        line
+        for line in (end.out + "\n" + end.err).splitlines()
+        if line.strip()
+    ]
     return " | ".join(lines[-3:])[-400:]

@@ -1,5 +1,5 @@
-"""Runs a case: the command with its faults, what is left of it, and the documented
-recovery.
+"""Runs a case: the command with its faults, what is left of it, and the
+documented recovery.
 """
 
 import hashlib
@@ -37,11 +37,12 @@ from tests.faults.oracle import (
 from tests.faults.scenarios import REPOSITORY, Scenario
 
 GRACE_S = 15.0
-"""Within so many seconds of a command's end all of its processes are gone; the next
-starts at once, beside them.
+"""Within so many seconds of a command's end all of its processes are gone; the
+next starts at once, beside them.
 """
 GIVE_UP_S = 8.0
-"""A command whose own process was stopped is killed after so long, as its user would.
+"""A command whose own process was stopped is killed after so long, as its user
+would.
 """
 _BASE_S = 90.0
 _TIMES = 6.0
@@ -71,9 +72,13 @@ class Row:
 
     def line(self) -> str:
         """As the terminal shows it."""
-        verdict = "held" if self.held else "BROKEN" if self.landed else "not landed"
+        verdict = (
+            "held" if self.held else "BROKEN" if self.landed else "not landed"
+        )
         recovery = (
-            f"{self.recovery_s:5.1f} s" if self.recovery_s is not None else "      -"
+            f"{self.recovery_s:5.1f} s"
+            if self.recovery_s is not None
+            else "      -"
         )
         words = "".join(f"\n      {one[:600]}" for one in self.violations)
         return f"{self.case:>7} {verdict:10} {recovery} {self.wall_s:5.0f} s  {self.scenario:11} {self.detail}{words}"
@@ -101,10 +106,12 @@ def run_case(case: Case, workspace: Path) -> Row:
             _during(case, directory, command, limit_s, beside),
         )
         landed = [
-            _read(directory / f"landed-{index}") for index in range(len(case.faults))
+            _read(directory / f"landed-{index}")
+            for index in range(len(case.faults))
         ]
         detail = "; ".join(
-            f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults
+            f"{fault.name} at {fault.event} {fault.number}"
+            for fault in case.faults
         )
         if None in landed:
             wall_s = time.monotonic() - began
@@ -147,7 +154,12 @@ def run_case(case: Case, workspace: Path) -> Row:
         facts = [one for one in landed if one is not None]
         found = violations(
             Observed(
-                case, directory, reference, facts, ends, beside[0] if beside else None
+                case,
+                directory,
+                reference,
+                facts,
+                ends,
+                beside[0] if beside else None,
             )
         )
         since = first.ended if len(ends) > 1 else facts[0]["when"]
@@ -181,12 +193,16 @@ def run_case(case: Case, workspace: Path) -> Row:
 def find_reference(scenario: Scenario, workspace: Path) -> Reference:
     """The unbroken run of a scenario: computed once for each state of the code."""
     file = (
-        workspace / "references" / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
+        workspace
+        / "references"
+        / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
     )
     if not file.exists():
         case = Case("reference", scenario, ())
         with _directory(case) as (directory, storage):
-            end = _run(case, directory, scenario.command(directory, storage), 1, 900)
+            end = _run(
+                case, directory, scenario.command(directory, storage), 1, 900
+            )
             if end.code != 0:
                 raise RuntimeError(
                     f"{scenario.name} fails without a fault: {end.code}\n{end.out}\n{end.err}"
@@ -197,7 +213,9 @@ def find_reference(scenario: Scenario, workspace: Path) -> Reference:
                 for key, indices in process.items()
             }
             weights = (
-                read_weights(directory, scenario) if scenario.kind == "run" else {}
+                read_weights(directory, scenario)
+                if scenario.kind == "run"
+                else {}
             )
             assert weights is not None
             wall_s = end.ended - end.began
@@ -247,13 +265,17 @@ def _run(
             start_new_session=True,
         )
     code = None
-    while (code := process.poll()) is None and time.monotonic() < began + limit_s:
+    while (
+        code := process.poll()
+    ) is None and time.monotonic() < began + limit_s:
         if during is not None:
             during(process)
         time.sleep(_LOOK_S)
     ended = time.monotonic()
     _end(process)
-    left = Leftovers(_alive(case, directory), GRACE_S if code is not None else 0.0)
+    left = Leftovers(
+        _alive(case, directory), GRACE_S if code is not None else 0.0
+    )
     if code is None:
         left.await_end()
     if case.scenario.on_s3:
@@ -266,13 +288,22 @@ def _run(
         for name in ("out", "err")
     ]
     return Ended(
-        code, *texts, began, ended, left, read_records(directory, case.scenario)
+        code,
+        *texts,
+        began,
+        ended,
+        left,
+        read_records(directory, case.scenario),
     )
 
 
 def _alive(case: Case, directory: Path) -> list[Found]:
     own = os.getpid()
-    return [one for one in processes(directory, case.scenario.root) if one.pid != own]
+    return [
+        one
+        for one in processes(directory, case.scenario.root)
+        if one.pid != own
+    ]
 
 
 def _end(process: subprocess.Popen[bytes]):
@@ -282,16 +313,22 @@ def _end(process: subprocess.Popen[bytes]):
 
 
 def _during(
-    case: Case, directory: Path, first: list[str], limit_s: float, beside: list[Ended]
+    case: Case,
+    directory: Path,
+    first: list[str],
+    limit_s: float,
+    beside: list[Ended],
 ) -> Callable[[subprocess.Popen[bytes]], None] | None:
-    """What the runner itself does when a fault lands: gives up on a stopped command, or
-    starts a second one.
+    """What the runner itself does when a fault lands: gives up on a stopped
+    command, or starts a second one.
     """
     stops = any(
         one.detail == "SIGSTOP" and one.target == case.scenario.root
         for one in case.faults
     )
-    starts = next((one for one in case.faults if one.act in ("start", "fresh")), None)
+    starts = next(
+        (one for one in case.faults if one.act in ("start", "fresh")), None
+    )
     if not stops and starts is None:
         return None
 
@@ -333,8 +370,8 @@ def _during(
 
 @contextmanager
 def _directory(case: Case) -> Iterator[tuple[Path, str]]:
-    """A new directory for a case, with its plan; short, since Ray's sockets lie below
-    it.
+    """A new directory for a case, with its plan; short, since Ray's sockets
+    lie below it.
 
     Nothing of it is left.
     """
@@ -362,7 +399,9 @@ def _directory(case: Case) -> Iterator[tuple[Path, str]]:
         (directory / "plan.json").write_text(json.dumps(plan))
         (directory / "armed").touch()
         if case.scenario.on_s3 and not s3.installed():
-            raise Unavailable("there is no S3 server: pip install 'moto[server]'")
+            raise Unavailable(
+                "there is no S3 server: pip install 'moto[server]'"
+            )
         if not case.scenario.on_s3:
             yield directory, str(runs)
             return

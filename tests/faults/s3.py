@@ -1,5 +1,5 @@
-"""An S3 server over HTTP (moto), and before it a proxy that spoils requests: the n-th
-of a case, or a share of all.
+"""An S3 server over HTTP (moto), and before it a proxy that spoils requests:
+the n-th of a case, or a share of all.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def bucket(
     spoils: Callable[[str, str], str] = lambda method, target: "",
     bytes_per_s: float = math.inf,
 ) -> Iterator[tuple[Proxy, str, str]]:
-    """A proxy that `spoils` requests, by method and target; the URI of a new bucket
-    behind it, and the same bucket's without the proxy.
+    """A proxy that `spoils` requests, by method and target; the URI of a new
+    bucket behind it, and the same bucket's without the proxy.
 
     Each answer takes as long as `bytes_per_s` has it.
     """
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
+    logging.getLogger("werkzeug").setLevel(
+        logging.ERROR
+    )  # a line for every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -60,10 +62,16 @@ def bucket(
         thread.start()
         try:
             name = f"faults-{secrets.token_hex(6)}"
-            connection = http.client.HTTPConnection(*server.get_host_and_port())
+            connection = http.client.HTTPConnection(
+                *server.get_host_and_port()
+            )
             connection.request("PUT", f"/{name}")
             assert connection.getresponse().status == 200
-            yield proxy, _uri(name, proxy.server_port), _uri(name, proxy.backend[1])
+            yield (
+                proxy,
+                _uri(name, proxy.server_port),
+                _uri(name, proxy.backend[1]),
+            )
         finally:
             proxy.shutdown()
             proxy.server_close()
@@ -75,7 +83,9 @@ def _uri(name: str, port: int) -> str:
     return f"s3://{name}/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{port}"
 
 
-def of_case(directory: Path, faults: Sequence[Fault]) -> Callable[[str, str], str]:
+def of_case(
+    directory: Path, faults: Sequence[Fault]
+) -> Callable[[str, str], str]:
     """Spoils what a case's faults say, while it is armed."""
     count = itertools.count(1)
 
@@ -84,7 +94,9 @@ def of_case(directory: Path, faults: Sequence[Fault]) -> Callable[[str, str], st
         for index, fault in enumerate(faults):
             if (
                 fault.act != "server"
-                or not fault.number <= number < fault.number + LASTS[fault.detail]
+                or not fault.number
+                <= number
+                < fault.number + LASTS[fault.detail]
             ):
                 continue
             if (directory / "armed").exists():
@@ -105,11 +117,18 @@ def fetch(uri: str, directory: Path):
     """Copy the run from the bucket to where the oracle looks."""
     from pyarrow import fs
 
-    os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+    }
     place, path = fs.FileSystem.from_uri(uri)
     if place.get_file_info(f"{path}/run").type != fs.FileType.NotFound:
-        (directory / "run").mkdir(exist_ok=True)  # copy_files makes only those below it
-        fs.copy_files(f"{path}/run", str(directory / "run"), source_filesystem=place)
+        (directory / "run").mkdir(
+            exist_ok=True
+        )  # copy_files makes only those below it
+        fs.copy_files(
+            f"{path}/run", str(directory / "run"), source_filesystem=place
+        )
 
 
 class Proxy(ThreadingHTTPServer):
@@ -141,21 +160,22 @@ class Proxy(ThreadingHTTPServer):
             self.requests += 1
             if spoiled := self._spoils(method, target):
                 self.spoiled[
-                    spoiled, f"{method} part" if "uploadId=" in target else method
+                    spoiled,
+                    f"{method} part" if "uploadId=" in target else method,
                 ] += 1
             return spoiled
 
 
 KINDS = ("503", "500", "dawdle", "cut request", "cut", "lost")
-"""What is done to requests: 503 SlowDown, 500, an answer that is late, a connection
-that is cut in the middle of the request, or of the answer, or after the request and
-before any answer.
+"""What is done to requests: 503 SlowDown, 500, an answer that is late, a
+connection that is cut in the middle of the request, or of the answer, or after
+the request and before any answer.
 """
 
 
 def noise(seed: int, share: float) -> Callable[[str, str], str]:
-    """Spoils this share of all requests, drawn by a seed; one in four of those again
-    and again, up to the client's own last try and beyond.
+    """Spoils this share of all requests, drawn by a seed; one in four of those
+    again and again, up to the client's own last try and beyond.
     """
     draw = random.Random(seed)
     stubborn = {}
@@ -184,13 +204,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self):
         spoiled = self.server.fault(self.command, self.path)
         if spoiled == "cut request":
-            self.rfile.read(min(16, int(self.headers.get("Content-Length") or 0)))
+            self.rfile.read(
+                min(16, int(self.headers.get("Content-Length") or 0))
+            )
             self.close_connection = True
             return
         body = read_body(self)
         if spoiled in ("503", "500"):
             said = _SLOW_DOWN if spoiled == "503" else _INTERNAL
-            respond(self, (int(spoiled), {"Content-Type": "application/xml"}, said))
+            respond(
+                self, (int(spoiled), {"Content-Type": "application/xml"}, said)
+            )
             return
         if spoiled == "dawdle":
             time.sleep(DAWDLE_S)

@@ -69,8 +69,8 @@ class Scenario:
         return "raylet" in self.roles
 
     def command(self, directory: Path, storage: str) -> list[str]:
-        """The command line, whose file is written into the directory; the same one goes
-        on with the run.
+        """The command line, whose file is written into the directory; the same
+        one goes on with the run.
         """
         tree = {**_TRAIN, **self.train}
         place = {"name": "run", "storage_path": storage}
@@ -86,8 +86,8 @@ class Scenario:
         return [sys.executable, *self.launch, str(file)]
 
     def environment(self, directory: Path) -> dict[str, str]:
-        """The environment of the command: that of this process, without what a test
-        session adds.
+        """The environment of the command: that of this process, without what a
+        test session adds.
         """
         kept = {
             key: value
@@ -166,7 +166,14 @@ SCENARIOS = {
             {**_TWO, "launcher": "ray", "task_args": {"pause_s": 0.02}},
         ),
         Scenario(
-            "sweep", "sweep", "driver", 1, _LANES, _PAUSED, _SWEEP, ("-m", "tune")
+            "sweep",
+            "sweep",
+            "driver",
+            1,
+            _LANES,
+            _PAUSED,
+            _SWEEP,
+            ("-m", "tune"),
         ),
     )
 }

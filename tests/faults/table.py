@@ -1,5 +1,5 @@
-"""The table of docs/reliability.md: fault, cases that held of those that ran, median
-recovery.
+"""The table of docs/reliability.md: fault, cases that held of those that ran,
+median recovery.
 """
 
 import json
@@ -30,7 +30,12 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
         f"{name.replace('paceline-', '').replace('-', ' ')}: {summary(rows)}"
         for name, rows in kept.items()
     )
-    lines = [seeds, "", "| fault | held | median recovery, s |", "|---|---|---|"]
+    lines = [
+        seeds,
+        "",
+        "| fault | held | median recovery, s |",
+        "|---|---|---|",
+    ]
     for fault in sorted({row.fault for row in landed}):
         lines.append(
             f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |"
@@ -40,7 +45,11 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> str:
-    times = [row.recovery_s for row in rows if row.held and row.recovery_s is not None]
+    times = [
+        row.recovery_s
+        for row in rows
+        if row.held and row.recovery_s is not None
+    ]
     median = f"{statistics.median(times):.1f}" if times else ""
     return f"{sum(row.held for row in rows)}/{len(rows)} | {median}"
 
@@ -50,11 +59,16 @@ def keep(kept: Mapping[str, Sequence[Row]]) -> Path:
     begin = "<!-- campaign -->\n"
     end = "<!-- end of campaign -->"
     before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(f"{before}{begin}\n{table(kept)}\n\n{end}{rest.split(end)[1]}")
+    PAGE.write_text(
+        f"{before}{begin}\n{table(kept)}\n\n{end}{rest.split(end)[1]}"
+    )
     path = RESULTS / "faults.json"
     path.write_text(
         json.dumps(
-            {name: [asdict(row) for row in rows] for name, rows in kept.items()},
+            {
+                name: [asdict(row) for row in rows]
+                for name, rows in kept.items()
+            },
             indent=1,
         )
         + "\n"

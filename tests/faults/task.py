@@ -1,5 +1,5 @@
-"""The task of the campaign: small and in float64, with an event in each phase, and its
-samples written down.
+"""The task of the campaign: small and in float64, with an event in each phase,
+and its samples written down.
 """
 
 import os
@@ -30,9 +30,14 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
         centres = torch.randn(
-            4, FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+            4,
+            FEATURES,
+            generator=torch.Generator().manual_seed(3),
+            dtype=torch.float64,
         )
-        noise = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+        noise = torch.randn(
+            SAMPLES, FEATURES, generator=generator, dtype=torch.float64
+        )
         self.rows = centres[self.labels] + noise
 
     def __len__(self) -> int:
@@ -44,14 +49,14 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
 
 def make_model() -> nn.Module:
     """Logits [B, 4] of rows [B, 12]."""
-    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 4)).to(
-        torch.float64
-    )
+    return nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 4)
+    ).to(torch.float64)
 
 
 class Faulty(Task):
-    """Everything that a task may define, each with its event; counts its steps over
-    restarts.
+    """Everything that a task may define, each with its event; counts its steps
+    over restarts.
     """
 
     def __init__(self, pause_s: float = 0.0, trial: int = 0):

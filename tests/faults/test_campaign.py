@@ -1,5 +1,5 @@
-"""A short campaign of fixed cases, a role and a kind of fault each; those that need a
-cluster are in tests/on_ray.
+"""A short campaign of fixed cases, a role and a kind of fault each; those that
+need a cluster are in tests/on_ray.
 """
 
 import pytest
@@ -50,14 +50,18 @@ CASES = {
         ),
     ),
     "torchrun worker": (
-        Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),
+        Fault(
+            "SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT
+        ),
     ),
     "torchrun agent": (
         Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),
     ),
 }
 
-MARKS = {name: [pytest.mark.campaign] for name in CASES if name != "torchrun worker"}
+MARKS = {
+    name: [pytest.mark.campaign] for name in CASES if name != "torchrun worker"
+}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,8 @@ MARKS = {name: [pytest.mark.campaign] for name in CASES if name != "torchrun wor
 )
 def test_it_holds(name):
     row = run_case(
-        Case("short", SCENARIOS[name.partition(" ")[0]], CASES[name]), WORKSPACE
+        Case("short", SCENARIOS[name.partition(" ")[0]], CASES[name]),
+        WORKSPACE,
     )
     assert row.landed, "the fault did not happen"
     assert row.held, "\n".join(row.violations)
@@ -78,7 +83,9 @@ def test_a_case_is_its_seed_and_number():
 
 
 def test_every_role_and_signal_is_drawn():
-    drawn = [draw(seed, number) for seed in (1, 2, 3) for number in range(1, 501)]
+    drawn = [
+        draw(seed, number) for seed in (1, 2, 3) for number in range(1, 501)
+    ]
     hit = {
         (case.scenario.name, fault.target)
         for case in drawn

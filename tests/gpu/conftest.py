@@ -1,8 +1,9 @@
-"""What needs a CUDA device: each test says at the end whether it was executed, and on
-which GPU, or skipped.
+"""What needs a CUDA device: each test says at the end whether it was executed,
+and on which GPU, or skipped.
 
-Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML and
-pyarrow; Ray is not needed. Without a GPU: python -m tests.fake_cuda -m pytest tests/gpu
+Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML
+and pyarrow; Ray is not needed. Without a GPU: python -m tests.fake_cuda -m
+pytest tests/gpu
 """
 
 import gc
@@ -23,11 +24,14 @@ if fake_cuda.IS_ON:
 
 
 def pytest_collection_modifyitems(items):
-    """A test of the GPU is skipped where there is none; the same test on a CPU runs
-    anywhere.
+    """A test of the GPU is skipped where there is none; the same test on a CPU
+    runs anywhere.
     """
     for item in items:
-        if not item.get_closest_marker("gpu") or "tests/gpu/" not in item.nodeid:
+        if (
+            not item.get_closest_marker("gpu")
+            or "tests/gpu/" not in item.nodeid
+        ):
             continue
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -44,7 +48,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     """One line a test: executed or not, and where."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    )
     if fake_cuda.IS_ON:
         gpu = "the fake CUDA"
     lines = []
@@ -61,7 +67,9 @@ def pytest_terminal_summary(terminalreporter):
                     if isinstance(report.longrepr, tuple)
                     else str(report.longrepr)
                 )
-                lines.append(f"skipped: {reason.removeprefix('Skipped: ')}: {name}")
+                lines.append(
+                    f"skipped: {reason.removeprefix('Skipped: ')}: {name}"
+                )
             else:
                 where = (
                     "the CPU"
@@ -77,8 +85,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind():
-    """The suite's own, for a machine that has no more than torch: loader processes are
-    all that is started here.
+    """The suite's own, for a machine that has no more than torch: loader
+    processes are all that is started here.
     """
     yield
     assert not multiprocessing.active_children()
@@ -108,7 +116,11 @@ CPU_AND_GPU = [
 
 @pytest.fixture(params=CPU_AND_GPU)
 def device(request):
-    """Both: the same test body on the CPU, where it can be tried anywhere, and on the
-    GPU.
+    """Both: the same test body on the CPU, where it can be tried anywhere, and
+    on the GPU.
     """
-    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", 0)
+        if request.param == "cuda"
+        else torch.device("cpu")
+    )

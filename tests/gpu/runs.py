@@ -69,7 +69,9 @@ def train(
     **changes: Any,
 ) -> RunResult:
     """A run from its start, or from its newest checkpoint below `path`."""
-    return fit(task or Blobs(), config(device, **changes), Context(path, looks))
+    return fit(
+        task or Blobs(), config(device, **changes), Context(path, looks)
+    )
 
 
 def curve(path: Path) -> list[float]:
@@ -89,16 +91,22 @@ def make(
     return build_replica(task or Blobs(), chosen, Context(None)), chosen
 
 
-def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], None]:
-    """One call, one step, over as many epochs as `steps` need: what the loop does
-    between two looks at the device.
+def stepper(
+    parts: Replica, config: TrainConfig, steps: int
+) -> Callable[[], None]:
+    """One call, one step, over as many epochs as `steps` need: what the loop
+    does between two looks at the device.
     """
     sampler = parts.sampler
-    positions = [divmod(number, sampler.steps_per_epoch) for number in range(steps)]
+    positions = [
+        divmod(number, sampler.steps_per_epoch) for number in range(steps)
+    ]
     plans = []
     for epoch, step in positions:
         sampler.set_epoch(epoch)
-        plans.append(list(split_share(sampler.share(step), parts.microbatch_size)))
+        plans.append(
+            list(split_share(sampler.share(step), parts.microbatch_size))
+        )
     batches = parts.train_feed.batches(
         [indices for plan in plans for indices in plan], training=True
     )
@@ -114,8 +122,8 @@ def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], Non
 
 
 class Images(Task):
-    """Convolutions, BatchNorm, dropout and a random transform on the device: all that
-    draws or that has a layout.
+    """Convolutions, BatchNorm, dropout and a random transform on the device:
+    all that draws or that has a layout.
     """
 
     def __init__(
@@ -148,7 +156,9 @@ class Images(Task):
     def dataset(self, split: str):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         labels = torch.randint(0, 4, (self.samples,), generator=generator)
-        images = torch.randn(self.samples, 3, self.size, self.size, generator=generator)
+        images = torch.randn(
+            self.samples, 3, self.size, self.size, generator=generator
+        )
         images[:, 0] += labels.view(-1, 1, 1)
         return TensorDataset(images, labels)
 
@@ -168,8 +178,8 @@ class Images(Task):
 
 
 class Hungry(Blobs):
-    """Forward takes `bytes_per_sample` on the device, and `later` times as much from
-    its `turns`-th call on.
+    """Forward takes `bytes_per_sample` on the device, and `later` times as
+    much from its `turns`-th call on.
     """
 
     def __init__(
@@ -191,4 +201,6 @@ class Hungry(Blobs):
         grown = self.turns is not None and self.forwards >= self.turns
         width = self.bytes_per_sample * (self.later if grown else 1) // 4
         filler = torch.zeros(len(outputs), width, device=outputs.device)
-        return outputs + filler.sum(1, keepdim=True)  # freed here, but it has to fit
+        return outputs + filler.sum(
+            1, keepdim=True
+        )  # freed here, but it has to fit

@@ -1,5 +1,5 @@
-"""The GPU benchmarks in miniature, on a GPU: every rung runs there, captured and
-compiled ones too.
+"""The GPU benchmarks in miniature, on a GPU: every rung runs there, captured
+and compiled ones too.
 """
 
 import pytest
@@ -13,13 +13,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.real_gpu("speed")]
 
 @pytest.mark.parametrize("name", ladder.SMALL)
 def test_every_rung_but_the_compiled_is_done(name):
-    only = ["fp32", "tf32", "bf16", "fp16", "channels_last", "fused", "bf16 again"]
+    only = [
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "channels_last",
+        "fused",
+        "bf16 again",
+    ]
     found = ladder.measure(
         {name: ladder.SMALL[name]}, only, CUDA, 0.1, Budget(None), n=1024
     )
     rows = {row["rung"]: row for row in found["works"][name]["rows"]}
     assert {
-        rung: row["message"] for rung, row in rows.items() if row["status"] != "done"
+        rung: row["message"]
+        for rung, row in rows.items()
+        if row["status"] != "done"
     } == {}
     assert all(0 < row["figures"]["mfu_matmul"] < 1 for row in rows.values())
 
@@ -31,7 +41,9 @@ def test_the_small_models_compiled_and_captured_rungs_are_done():
     )
     rows = {row["rung"]: row for row in found["works"]["cnn"]["rows"]}
     assert {
-        rung: row["message"] for rung, row in rows.items() if row["status"] != "done"
+        rung: row["message"]
+        for rung, row in rows.items()
+        if row["status"] != "done"
     } == {}
     compiled = rows["compile"]["figures"]
     assert compiled["compile_s"] > 0
@@ -43,4 +55,6 @@ def test_the_small_models_compiled_and_captured_rungs_are_done():
 @pytest.mark.parametrize("name", peers.SMALL)
 def test_the_loop_and_its_peers_train_as_the_bare_one(name):
     found = peers.measure(peers.SMALL[name], CUDA, rounds=1, steps=60)
-    assert {"bare", "uncaptured", "paceline", "bare again"} <= found["rows"].keys()
+    assert {"bare", "uncaptured", "paceline", "bare again"} <= found[
+        "rows"
+    ].keys()

@@ -1,5 +1,5 @@
-"""A capture of CUDA graphs that fails: a file of its own, and so a process of `make
-gpu`, which it may spoil.
+"""A capture of CUDA graphs that fails: a file of its own, and so a process of
+`make gpu`, which it may spoil.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_a_step_that_waits_is_an_error_that_says_so():
     text = str(raised.value)
     print(text)
     assert text.startswith(
-        "`cuda_graphs` is true, but needs a step that the host never waits in"
+        "`cuda_graphs: true` needs a step in which the host never waits for the device"
     )
     assert "captur" in text
     assert (

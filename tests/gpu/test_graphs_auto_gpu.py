@@ -1,5 +1,5 @@
-"""Steps that are captured by themselves: proved against the steps that they replace,
-given up where those differ.
+"""Steps that are captured by themselves: proved against the steps that they
+replace, given up where those differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class CountsItself(Points):
 class CountsInModule(Points):
     def forward(self, model, batch):
         model[1].calls = getattr(model[1], "calls", 0) + 1
-        return model(batch[0]) if model[1].calls < 20 else 0.5 * model(batch[0])
+        return (
+            model(batch[0]) if model[1].calls < 20 else 0.5 * model(batch[0])
+        )
 
 
 class CountsInGlobal(Points):
@@ -163,8 +165,8 @@ def worthwhile(monkeypatch):
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_steps_are_captured_and_proved(precision, tmp_path, monkeypatch):
-    """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the curve is
-    that of the plain steps.
+    """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the
+    curve is that of the plain steps.
     """
     options = {"precision": precision, "clip_grad_norm": 1.0, "max_steps": 120}
     options |= {"evaluate": {"every_steps": 15}}
@@ -212,7 +214,9 @@ def test_python_that_a_replay_leaves_out_is_found_before_it_has_trained(
 
 
 @pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=["auto", "asked"])
+@pytest.mark.parametrize(
+    "options", [{}, {"cuda_graphs": True}], ids=["auto", "asked"]
+)
 def test_a_graph_that_leaves_something_else_is_given_up(options, monkeypatch):
     """As a capture that missed an operation would: also where it was asked for."""
     record = graphs.CudaCapture.record
@@ -223,7 +227,9 @@ def test_a_graph_that_leaves_something_else_is_given_up(options, monkeypatch):
 
     monkeypatch.setattr(graphs.CudaCapture, "record", spoilt)
     result = train(CUDA, task=Points(), **OPTIONS | options)
-    assert result.cuda_graphs.startswith("not captured: after 0 replays `0.weight`")
+    assert result.cuda_graphs.startswith(
+        "not captured: after 0 replays `0.weight`"
+    )
     assert result.metrics == as_they_are(Points(), monkeypatch).metrics
 
 
@@ -237,7 +243,10 @@ def test_without_room_steps_run_as_they_are(monkeypatch):
     result = train(CUDA, task=Wide(), **OPTIONS | {"max_steps": 12})
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.cuda_graphs == "not captured: there is no memory for it"
-    assert result.metrics == as_they_are(Wide(), monkeypatch, max_steps=12).metrics
+    assert (
+        result.metrics
+        == as_they_are(Wide(), monkeypatch, max_steps=12).metrics
+    )
 
 
 @pytest.mark.usefixtures("worthwhile")

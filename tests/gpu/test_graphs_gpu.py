@@ -1,5 +1,5 @@
-"""Whole steps as CUDA graphs: the curve of the steps that are not captured, to the last
-bit, from one launch.
+"""Whole steps as CUDA graphs: the curve of the steps that are not captured, to
+the last bit, from one launch.
 """
 
 import pytest
@@ -11,8 +11,8 @@ from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
 
-# 123 samples in steps of 24: five of them and a short one of 3 an epoch; the rate
-# changes with every step.
+# 123 samples in steps of 24: five of them and a short one of 3 an epoch; the
+# rate changes with every step.
 OPTIONS = {
     "cuda_graphs": True,
     "deterministic": True,
@@ -22,8 +22,8 @@ OPTIONS = {
 
 
 class Uncaptured(graphs.CudaCapture):
-    """The same steps on the same stream with the same learning rate, launched one
-    kernel at a time.
+    """The same steps on the same stream with the same learning rate, launched
+    one kernel at a time.
     """
 
     def record(self, work):
@@ -71,16 +71,20 @@ WAYS = {
 def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
     way, replays, tmp_path, monkeypatch
 ):
-    """Dropout, BatchNorm and a random transform among them: random numbers go on as if
-    nothing was captured.
+    """Dropout, BatchNorm and a random transform among them: random numbers go
+    on as if nothing was captured.
     """
     options = OPTIONS | WAYS[way]
-    captured = train(CUDA, tmp_path / "captured", Images(samples=123), **options)
-    # 7 epochs begin in 40 steps: the last short step is the 36th, and three full ones
-    # are the warm-up.
+    captured = train(
+        CUDA, tmp_path / "captured", Images(samples=123), **options
+    )
+    # 7 epochs begin in 40 steps: the last short step is the 36th, and three
+    # full ones are the warm-up.
     assert len(replays) == 40 - 6 - 3
     monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
-    uncaptured = train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
+    uncaptured = train(
+        CUDA, tmp_path / "uncaptured", Images(samples=123), **options
+    )
     assert len(replays) == 40 - 6 - 3
     assert len(curve(tmp_path / "captured")) == 40
     assert curve(tmp_path / "captured") == curve(tmp_path / "uncaptured")
@@ -95,8 +99,8 @@ def test_each_size_of_a_schedule_is_captured(replays, tmp_path, monkeypatch):
         "max_steps": 30,
     }
     train(CUDA, tmp_path / "captured", Images(samples=123), **options)
-    # Of 12 full steps of 24 and 12 of 30 the first three each are the warm-up; six
-    # steps are short.
+    # Of 12 full steps of 24 and 12 of 30 the first three each are the warm-up;
+    # six steps are short.
     assert len(replays) == 12 - 3 + 12 - 3
     monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
     train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
@@ -107,7 +111,12 @@ def test_each_size_of_a_schedule_is_captured(replays, tmp_path, monkeypatch):
 def test_captured_steps_train_as_plain_ones(way, replays, tmp_path):
     """Close, not equal: the learning rate of a captured step is a float32."""
     options = OPTIONS | WAYS[way]
-    train(CUDA, tmp_path / "captured", Images(samples=123, random=False), **options)
+    train(
+        CUDA,
+        tmp_path / "captured",
+        Images(samples=123, random=False),
+        **options,
+    )
     assert replays
     train(
         CUDA,
@@ -120,16 +129,21 @@ def test_captured_steps_train_as_plain_ones(way, replays, tmp_path):
     )
 
 
-def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(replays, tmp_path):
+def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(
+    replays, tmp_path
+):
     options = OPTIONS | {"checkpoint__every_steps": 10}
     train(CUDA, tmp_path / "whole", Images(samples=123), **options)
     unbroken = len(replays)
     assert (
-        train(CUDA, tmp_path / "cut", Images(samples=123), looks=2, **options).status
+        train(
+            CUDA, tmp_path / "cut", Images(samples=123), looks=2, **options
+        ).status
         == "stopped"
     )
     assert (
-        train(CUDA, tmp_path / "cut", Images(samples=123), **options).status == "done"
+        train(CUDA, tmp_path / "cut", Images(samples=123), **options).status
+        == "done"
     )
     assert unbroken < len(replays) < 2 * unbroken  # it warms up anew
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
@@ -153,9 +167,15 @@ def test_a_gradient_that_is_not_finite_is_seen_in_a_replay():
     for _ in range(8):
         step()
     assert not bool(parts.step.bad)
-    weights = [parameter.detach().clone() for parameter in parts.model.parameters()]
-    batch = next(iter(parts.train_feed.batches([torch.arange(24)], training=True)))
-    parts.step(iter([(batch[0] * float("nan"), batch[1])]), [24], 24, idle=False)
+    weights = [
+        parameter.detach().clone() for parameter in parts.model.parameters()
+    ]
+    batch = next(
+        iter(parts.train_feed.batches([torch.arange(24)], training=True))
+    )
+    parts.step(
+        iter([(batch[0] * float("nan"), batch[1])]), [24], 24, idle=False
+    )
     step()
     assert bool(parts.step.bad)
     assert all(

@@ -13,9 +13,12 @@ from trainers.model.strategy import Replicated
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "backend", ["gloo", pytest.param("nccl", marks=pytest.mark.real_gpu("nccl"))]
+    "backend",
+    ["gloo", pytest.param("nccl", marks=pytest.mark.real_gpu("nccl"))],
 )
-def test_a_group_of_one_rank_trains_as_no_group(backend, tmp_path, monkeypatch):
+def test_a_group_of_one_rank_trains_as_no_group(
+    backend, tmp_path, monkeypatch
+):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     train(CUDA, tmp_path / "alone", Images(), deterministic=True)

@@ -1,5 +1,5 @@
-"""A sweep in lanes, as a user starts it: each precision, with and without the memory
-that it needs.
+"""A sweep in lanes, as a user starts it: each precision, with and without the
+memory that it needs.
 """
 
 import json
@@ -21,7 +21,9 @@ TOO_LARGE = 1 << 50
 @pytest.mark.gpu
 @pytest.mark.real_gpu("nvml")  # by which a zygote counts GPUs
 def test_a_sweep_in_lanes(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: lanes were not seen")
+    pytest.importorskip(
+        "ray", reason="Ray is not installed: lanes were not seen"
+    )
     precisions = ["fp32", "bf16", "fp16"]
     fits = {"bytes_per_sample": 4}
     tree = {
@@ -60,7 +62,9 @@ def test_a_sweep_in_lanes(tmp_path):
     assert len(trials) == 2 * len(precisions), done.stderr[-2000:]
     for trial in trials:
         large = trial["config"]["task_args"]["bytes_per_sample"] == TOO_LARGE
-        expected = ("out_of_memory", "out_of_host_memory") if large else ("done",)
+        expected = (
+            ("out_of_memory", "out_of_host_memory") if large else ("done",)
+        )
         assert trial["status"] in expected, (trial["config"], trial["message"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "sweep" / "best.yaml").exists()

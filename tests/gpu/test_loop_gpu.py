@@ -1,5 +1,5 @@
-"""The loop on CUDA: between two looks nothing waits for the device, and what is read of
-it is read ten steps later.
+"""The loop on CUDA: between two looks nothing waits for the device, and what
+is read of it is read ten steps later.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ FIRST, LAST = (
 class Guarded(Images):
     """Where 100 steps of the run have begun, whatever waits for the device is an error."""
 
-    # Not an attribute that changes, for which a captured step would be proved again.
+    # Not an attribute that changes, for which a captured step would be proved
+    # again.
     seen = SimpleNamespace(steps=0)
 
     def after_step(self, model, step):
@@ -45,8 +46,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind, monkeypatch):
-    """Epochs of 30 steps end in between, ten agreements are made, and a window is
-    logged every five steps.
+    """Epochs of 30 steps end in between, ten agreements are made, and a window
+    is logged every five steps.
     """
     task = Guarded(samples=24 * 30)
     context = Context(None)
@@ -83,5 +84,7 @@ def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind, monkeypatch):
 def test_a_bad_loss_is_seen_within_twenty_steps():
     task = Blobs(failure="nan", fail_at=11)
     with pytest.raises(DivergedError, match="between steps 10 and 20"):
-        fit(task, config(CUDA, max_steps=60, microbatch_size=24), Context(None))
+        fit(
+            task, config(CUDA, max_steps=60, microbatch_size=24), Context(None)
+        )
     assert task.forwards == 30

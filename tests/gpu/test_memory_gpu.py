@@ -31,10 +31,14 @@ def limited():
     )
 
 
-# 16 MB a sample: 64 samples take the whole gigabyte, and a third of a step, 43, two
-# thirds of it.
+# 16 MB a sample: 64 samples take the whole gigabyte, and a third of a step,
+# 43, two thirds of it.
 TASK = {"bytes_per_sample": 16 * MB, "samples": 128}
-OPTIONS = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size": 16}
+OPTIONS = {
+    "global_batch_size": 128,
+    "max_steps": 8,
+    "evaluate__microbatch_size": 16,
+}
 
 
 @pytest.mark.usefixtures("limited")
@@ -59,8 +63,8 @@ def test_auto_lands_on_a_microbatch_that_trains(tmp_path):
 def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(
     tmp_path,
 ):
-    """From its 30th forward on the task takes four times as much, so that no microbatch
-    above 15 fits any more.
+    """From its 30th forward on the task takes four times as much, so that no
+    microbatch above 15 fits any more.
     """
     task = Hungry(**TASK, turns=30, later=4)
     options = OPTIONS | {"max_steps": 12, "checkpoint__every_steps": 2}
@@ -110,21 +114,35 @@ class Pairs(Hungry):
 @pytest.mark.usefixtures("limited")
 def test_a_first_step_that_was_forecast_to_fit_and_does_not(probed):
     """128 samples take two gigabytes, and the forecast says 128 MB."""
-    result = train(CUDA, task=Pairs(bytes_per_sample=4, samples=128), **OPTIONS)
-    assert (result.status, result.steps, result.microbatch_size) == ("done", 8, 64)
+    result = train(
+        CUDA, task=Pairs(bytes_per_sample=4, samples=128), **OPTIONS
+    )
+    assert (result.status, result.steps, result.microbatch_size) == (
+        "done",
+        8,
+        64,
+    )
     assert probed == []
 
 
 @pytest.mark.usefixtures("limited")
 def test_what_never_fits_ends_as_out_of_memory():
     with pytest.raises(RuntimeError) as raised:
-        train(CUDA, task=Hungry(bytes_per_sample=4096 * MB, samples=128), **OPTIONS)
+        train(
+            CUDA,
+            task=Hungry(bytes_per_sample=4096 * MB, samples=128),
+            **OPTIONS,
+        )
     assert classify(raised.value) == "out_of_memory"
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"cuda_graphs": True}, {"precision": "fp16", "data__resident": False}],
+    [
+        {},
+        {"cuda_graphs": True},
+        {"precision": "fp16", "data__resident": False},
+    ],
 )
 def test_a_run_leaves_no_memory_behind(options, tmp_path):
     """Equal to the byte after the first run, which leaves cuBLAS its workspaces."""
@@ -148,7 +166,9 @@ def test_peak_memory_is_the_runs_own():
 
     def peak(bytes_per_sample):
         return train(
-            CUDA, task=Hungry(bytes_per_sample=bytes_per_sample, samples=128), **options
+            CUDA,
+            task=Hungry(bytes_per_sample=bytes_per_sample, samples=128),
+            **options,
         ).peak_memory_bytes
 
     peak(MB)
@@ -156,7 +176,9 @@ def test_peak_memory_is_the_runs_own():
     floor = torch.cuda.memory_allocated(CUDA)
     large = peak(8 * MB) - floor
     small = peak(MB) - floor
-    print(f"peaks {large / MB:.0f} and {small / MB:.0f} MB above {floor / MB:.0f} MB")
+    print(
+        f"peaks {large / MB:.0f} and {small / MB:.0f} MB above {floor / MB:.0f} MB"
+    )
     assert 256 * MB <= large <= 256 * MB + 32 * MB
     assert 32 * MB <= small <= 32 * MB + 32 * MB
 
@@ -197,12 +219,16 @@ class Stacked(Images):
         wide = self.channels
         blocks = [
             _Residual(
-                nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU()
+                nn.Conv2d(wide, wide, 3, padding=1),
+                nn.BatchNorm2d(wide),
+                nn.ReLU(),
             )
             for _ in range(12)
         ]
         ends = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(wide, 4))
-        return nn.Sequential(nn.Conv2d(3, wide, 1), nn.Sequential(*blocks), *ends)
+        return nn.Sequential(
+            nn.Conv2d(3, wide, 1), nn.Sequential(*blocks), *ends
+        )
 
 
 class _Residual(nn.Sequential):

@@ -1,5 +1,5 @@
-"""Batches on CUDA: the same ones by every way, while the stream that copies runs ahead;
-layouts.
+"""Batches on CUDA: the same ones by every way, while the stream that copies
+runs ahead; layouts.
 """
 
 from dataclasses import dataclass
@@ -46,12 +46,17 @@ class Rows(Dataset[Any]):
 class Nested(Task):
     def collate(self, samples):
         inputs, labels = super().collate(samples)
-        return {"pair": Sample(inputs, labels), "more": [inputs[:, :10].clone()]}
+        return {
+            "pair": Sample(inputs, labels),
+            "more": [inputs[:, :10].clone()],
+        }
 
 
 def order():
     return list(
-        torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH)
+        torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(
+            BATCH
+        )
     )
 
 
@@ -68,8 +73,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("task", [Task(), Nested()], ids=["tuple", "nested"])
 def test_batches_are_right_though_the_device_is_late(task, way, monkeypatch):
-    """The computing stream is held up, so that a copy which did not wait, or memory
-    freed too soon, shows.
+    """The computing stream is held up, so that a copy which did not wait, or
+    memory freed too soon, shows.
     """
     pinned = []
     begin = moves.Copies.begin
@@ -87,11 +92,15 @@ def test_batches_are_right_though_the_device_is_late(task, way, monkeypatch):
             tensors = tensors_of(batch)
             assert all(tensor.device == CUDA for tensor in tensors)
             sums.append(
-                torch.stack([tensors[0].double().sum(), tensors[1].double().sum()])
+                torch.stack(
+                    [tensors[0].double().sum(), tensors[1].double().sum()]
+                )
             )
             del batch, tensors
     feed.close()
-    expected = [[float(rows.sum()) * WIDTH, float(rows.sum())] for rows in order()] * 2
+    expected = [
+        [float(rows.sum()) * WIDTH, float(rows.sum())] for rows in order()
+    ] * 2
     assert torch.stack(sums).tolist() == expected
     assert all(pinned) is way.startswith("pinned")
 
@@ -111,7 +120,11 @@ def test_resident_and_loaded_runs_have_one_loss_curve(device, tmp_path):
 
 
 def layouts(parts):
-    return [parameter for parameter in parts.model.parameters() if parameter.ndim == 4]
+    return [
+        parameter
+        for parameter in parts.model.parameters()
+        if parameter.ndim == 4
+    ]
 
 
 @pytest.mark.gpu
@@ -124,7 +137,9 @@ def test_convolutions_train_channels_last_by_default():
     )
     seen = []
     first = next(
-        module for module in parts.model.modules() if isinstance(module, nn.Conv2d)
+        module
+        for module in parts.model.modules()
+        if isinstance(module, nn.Conv2d)
     )
     first.register_forward_pre_hook(
         lambda _, inputs: seen.append(
@@ -141,20 +156,33 @@ def test_convolutions_train_channels_last_by_default():
 
 
 def test_a_run_goes_on_in_another_memory_format(device, tmp_path):
-    """Weights and moments of a checkpoint keep their own format; a fused step would mix
-    up elements of two.
+    """Weights and moments of a checkpoint keep their own format; a fused step
+    would mix up elements of two.
     """
     task = Images(random=False)
-    options = {"max_steps": 30, "deterministic": True, "checkpoint__every_steps": 10}
+    options = {
+        "max_steps": 30,
+        "deterministic": True,
+        "checkpoint__every_steps": 10,
+    }
     train(device, tmp_path / "whole", task, channels_last=False, **options)
     assert (
         train(
-            device, tmp_path / "cut", task, looks=1, channels_last=True, **options
+            device,
+            tmp_path / "cut",
+            task,
+            looks=1,
+            channels_last=True,
+            **options,
         ).status
         == "stopped"
     )
     assert (
-        train(device, tmp_path / "cut", task, channels_last=False, **options).status
+        train(
+            device, tmp_path / "cut", task, channels_last=False, **options
+        ).status
         == "done"
     )
-    assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=2e-2)
+    assert curve(tmp_path / "cut") == pytest.approx(
+        curve(tmp_path / "whole"), rel=2e-2
+    )

@@ -1,5 +1,5 @@
-"""What each precision computes in on CUDA, by the size of its errors; and that each of
-them trains.
+"""What each precision computes in on CUDA, by the size of its errors; and that
+each of them trains.
 """
 
 import pytest
@@ -11,9 +11,9 @@ from tests.tasks import Blobs
 from trainers.devices.device import set_flags
 from trainers.model.precision import TABLE, apply_matmul, resolve_precision
 
-# Relative Frobenius errors of a product of normal numbers, from the formats' unit
-# roundoffs (2^-24 for fp32, 2^-11 for tf32 and fp16, 2^-8 for bf16), with a wide margin
-# on both sides.
+# Relative Frobenius errors of a product of normal numbers, from the formats'
+# unit roundoffs (2^-24 for fp32, 2^-11 for tf32 and fp16, 2^-8 for bf16), with
+# a wide margin on both sides.
 ERRORS = {
     "fp32": (1e-9, 1e-5),
     "tf32": (5e-5, 2e-3),
@@ -46,7 +46,9 @@ def convolution_error(name):
     torch.manual_seed(0)
     inputs = torch.randn(16, 64, 32, 32, device=CUDA)
     layer = nn.Conv2d(64, 64, 3, bias=False, device=CUDA)
-    exact = nn.functional.conv2d(inputs.double(), layer.weight.detach().double())
+    exact = nn.functional.conv2d(
+        inputs.double(), layer.weight.detach().double()
+    )
     model = spec.convert_model(layer)
     with torch.no_grad(), spec.autocast_context(CUDA):
         return error(model(spec.convert_batch(inputs)), exact)
@@ -55,7 +57,8 @@ def convolution_error(name):
 def _names(*names):
     return [
         pytest.param(
-            name, marks=pytest.mark.real_gpu("arithmetic") if name == "tf32" else ()
+            name,
+            marks=pytest.mark.real_gpu("arithmetic") if name == "tf32" else (),
         )
         for name in names
     ]
@@ -74,12 +77,16 @@ def test_products_have_the_precisions_own_error(name):
 @pytest.mark.real_gpu("arithmetic")
 def test_convolutions_follow_the_same_switch():
     set_flags(CUDA, threads=1, deterministic=False)
-    errors = {name: convolution_error(name) for name in ("tf32", "fp32", "bf16")}
+    errors = {
+        name: convolution_error(name) for name in ("tf32", "fp32", "bf16")
+    }
     print(f"relative errors of a convolution: {errors}")
     assert errors["fp32"] < 3e-5 < errors["tf32"] < errors["bf16"]
 
 
-@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"])
+@pytest.mark.parametrize(
+    "name", ["tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
+)
 def test_every_precision_trains_to_the_loss_of_fp32(name, device):
     if device.type not in TABLE[name].devices:
         pytest.skip(f"{name} is not something that a {device.type} can do")
@@ -95,7 +102,9 @@ def test_every_precision_trains_to_the_loss_of_fp32(name, device):
     )
     assert expected["val_accuracy"] > 0.9
     assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=0.05)
-    assert found["val_accuracy"] == pytest.approx(expected["val_accuracy"], abs=0.03)
+    assert found["val_accuracy"] == pytest.approx(
+        expected["val_accuracy"], abs=0.03
+    )
 
 
 class Wide(Blobs):
@@ -132,5 +141,7 @@ def test_float8_multiplies_with_its_own_error_and_trains_to_the_loss_of_bf16():
         train(CUDA, task=Wide(), precision=name, **options).metrics
         for name in ("bf16", "fp8")
     )
-    print(f"fp8: val_loss {found['val_loss']:.4f}, in bf16 {expected['val_loss']:.4f}")
+    print(
+        f"fp8: val_loss {found['val_loss']:.4f}, in bf16 {expected['val_loss']:.4f}"
+    )
     assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=0.05)

@@ -1,5 +1,5 @@
-"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran out, the
-driver's readings.
+"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran
+out, the driver's readings.
 """
 
 import gzip
@@ -26,26 +26,36 @@ def profile(tmp_path):
 
 
 def events(profile):
-    with gzip.open(profile / "trace.json.gz", "rt", errors="replace") as stream:
+    with gzip.open(
+        profile / "trace.json.gz", "rt", errors="replace"
+    ) as stream:
         found: list[dict[str, Any]] = json.load(stream)["traceEvents"]
     return found
 
 
 def test_profiled_steps_show_the_memory_of_the_gpu(profile):
     names = {str(event.get("name")) for event in events(profile)}
-    assert len([name for name in names if name.startswith("ProfilerStep")]) == STEPS
-    weights = sum(parameter.nbytes for parameter in Images().model().parameters())
+    assert (
+        len([name for name in names if name.startswith("ProfilerStep")])
+        == STEPS
+    )
+    weights = sum(
+        parameter.nbytes for parameter in Images().model().parameters()
+    )
     allocated = [
         event["args"]["Total Allocated"]
         for event in events(profile)
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 1
+        if event.get("name") == "[memory]"
+        and event["args"]["Device Type"] == 1
     ]
     assert min(allocated) > weights
 
 
 @pytest.mark.real_gpu("profiler")
 def test_profiled_steps_show_kernels(profile):
-    kernels = [event for event in events(profile) if event.get("cat") == "kernel"]
+    kernels = [
+        event for event in events(profile) if event.get("cat") == "kernel"
+    ]
     assert len(kernels) > STEPS
     assert all(event["dur"] >= 0 for event in kernels)
 
@@ -56,7 +66,8 @@ def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path):
         train(CUDA, tmp_path, Hungry(bytes_per_sample=too_large))
     assert classify(raised.value) == "out_of_memory"
     assert (
-        "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
+        "Allocated memory"
+        in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
     )
 
 

@@ -1,5 +1,5 @@
-"""A step on CUDA: the host never waits in it, memory is settled after warm-up, and a
-bad step changes nothing.
+"""A step on CUDA: the host never waits in it, memory is settled after warm-up,
+and a bad step changes nothing.
 """
 
 import pytest
@@ -22,11 +22,17 @@ KINDS = {
     "resident": (Blobs, {}),
     "loaded": (Blobs, {"data__resident": False}),
     "loader processes": (Images, {"data__num_workers": 2}),
-    "accumulated and clipped": (Images, {"microbatch_size": 8, "clip_grad_norm": 0.5}),
+    "accumulated and clipped": (
+        Images,
+        {"microbatch_size": 8, "clip_grad_norm": 0.5},
+    ),
     "bf16": (Images, {"precision": "bf16"}),
     "fp16": (Images, {"precision": "fp16"}),
     "bf16-pure": (Blobs, {"precision": "bf16-pure"}),
-    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}}),
+    "sgd": (
+        Images,
+        {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}},
+    ),
     "captured": (Images, {"cuda_graphs": True, "clip_grad_norm": 0.5}),
     "captured fp16": (Images, {"cuda_graphs": True, "precision": "fp16"}),
 }
@@ -35,8 +41,8 @@ KINDS = {
 def prepared(kind, steps):
     """The parts of a run, and its step.
 
-    All steps are one epoch's: an epoch's order is copied to the device once, at its
-    start, where the host may wait.
+    All steps are one epoch's: an epoch's order is copied to the device once,
+    at its start, where the host may wait.
     """
     task, options = KINDS[kind]
     parts, config = make(CUDA, task(samples=24 * steps), **options)
@@ -76,7 +82,11 @@ def test_nothing_new_is_allocated_after_the_warm_up(kind):
         stats = torch.cuda.memory_stats(CUDA)
         return {
             name: stats[name]
-            for name in ("segment.all.allocated", "num_alloc_retries", "num_ooms")
+            for name in (
+                "segment.all.allocated",
+                "num_alloc_retries",
+                "num_ooms",
+            )
         }
 
     some()
@@ -123,13 +133,18 @@ def test_a_step_that_is_not_finite_changes_nothing(kind, precision, device):
         for ours, kept in zip(model.parameters(), weights, strict=True)
     )
     after = [
-        value for state in step.optimizer.state.values() for value in state.values()
+        value
+        for state in step.optimizer.state.values()
+        for value in state.values()
     ]
     assert all(
-        torch.equal(ours, kept) for ours, kept in zip(after, moments, strict=True)
+        torch.equal(ours, kept)
+        for ours, kept in zip(after, moments, strict=True)
     )
 
 
 def test_a_diverged_run_ends_within_ten_steps(device):
     with pytest.raises(DivergedError, match="between steps 10 and 20"):
-        train(device, task=Blobs(failure="nan", fail_at=14), microbatch_size=24)
+        train(
+            device, task=Blobs(failure="nan", fail_at=14), microbatch_size=24
+        )

@@ -1,5 +1,5 @@
-"""Whole runs: bit-equal repeats and resumes with `deterministic`, compiled models, and
-what a run says of its GPU.
+"""Whole runs: bit-equal repeats and resumes with `deterministic`, compiled
+models, and what a run says of its GPU.
 """
 
 import pytest
@@ -13,13 +13,20 @@ OPTIONS = {"deterministic": True, "checkpoint__every_steps": 10}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_deterministic_runs_repeat_to_the_last_bit(precision, device, tmp_path):
-    """Dropout and a random transform on the device among them; another seed is another
-    run.
+def test_deterministic_runs_repeat_to_the_last_bit(
+    precision, device, tmp_path
+):
+    """Dropout and a random transform on the device among them; another seed is
+    another run.
     """
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):
         train(
-            device, tmp_path / name, Images(), precision=precision, seed=seed, **OPTIONS
+            device,
+            tmp_path / name,
+            Images(),
+            precision=precision,
+            seed=seed,
+            **OPTIONS,
         )
     assert len(curve(tmp_path / "one")) == 30
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
@@ -42,10 +49,12 @@ def test_a_resumed_run_is_the_unbroken_one(options, device, tmp_path):
     chosen = OPTIONS | options
     whole = train(device, tmp_path / "whole", Images(), **chosen)
     assert (
-        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
+        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status
+        == "stopped"
     )
     assert (
-        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
+        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status
+        == "stopped"
     )
     resumed = train(device, tmp_path / "cut", Images(), **chosen)
     assert resumed.status == "done"
@@ -54,8 +63,8 @@ def test_a_resumed_run_is_the_unbroken_one(options, device, tmp_path):
 
 
 class Attention(Blobs):
-    """A convolution and a batched product: kernels whose TF32 switch torch.compile
-    reads.
+    """A convolution and a batched product: kernels whose TF32 switch
+    torch.compile reads.
     """
 
     def model(self):
@@ -93,7 +102,9 @@ def test_a_compiled_model_trains_the_same(mode, precision, tmp_path):
     }  # with short steps: a second shape
     train(CUDA, tmp_path / "eager", Attention(), **options)
     torch._dynamo.reset()
-    compiled = train(CUDA, tmp_path / "compiled", Attention(), compile=mode, **options)
+    compiled = train(
+        CUDA, tmp_path / "compiled", Attention(), compile=mode, **options
+    )
     assert compiled.status == "done"
     tolerance = {"fp32": 1e-2, "tf32": 8e-2, "bf16": 0.15}[precision]
     assert curve(tmp_path / "compiled") == pytest.approx(
@@ -111,7 +122,9 @@ def test_the_gpu_trains_as_the_cpu_does(tmp_path):
             max_steps=10,
             deterministic=True,
         )
-    assert curve(tmp_path / "gpu") == pytest.approx(curve(tmp_path / "cpu"), rel=2e-2)
+    assert curve(tmp_path / "gpu") == pytest.approx(
+        curve(tmp_path / "cpu"), rel=2e-2
+    )
 
 
 @pytest.mark.gpu
@@ -121,7 +134,15 @@ def test_a_run_goes_on_on_another_device(tmp_path):
     options = OPTIONS | {"max_steps": 30}
     cpu = torch.device("cpu")
     train(cpu, tmp_path / "whole", task, **options)
-    assert train(CUDA, tmp_path / "cut", task, looks=1, **options).status == "stopped"
-    assert train(cpu, tmp_path / "cut", task, looks=1, **options).status == "stopped"
+    assert (
+        train(CUDA, tmp_path / "cut", task, looks=1, **options).status
+        == "stopped"
+    )
+    assert (
+        train(cpu, tmp_path / "cut", task, looks=1, **options).status
+        == "stopped"
+    )
     assert train(CUDA, tmp_path / "cut", task, **options).status == "done"
-    assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=5e-2)
+    assert curve(tmp_path / "cut") == pytest.approx(
+        curve(tmp_path / "whole"), rel=5e-2
+    )

@@ -1,5 +1,5 @@
-"""When cuDNN searches for the fastest algorithms, which takes about a second: for
-shapes of some hundred steps.
+"""When cuDNN searches for the fastest algorithms, which takes about a second:
+for shapes of some hundred steps.
 """
 
 import pytest
@@ -27,8 +27,8 @@ class Notes(Blobs):
     [(310, False, 248), (290, False, 0), (310, True, 0)],
 )
 def test_only_full_steps_of_long_runs_are_tuned(steps, deterministic, passes):
-    """Not in the probe, the looks at the loss and at FLOPs, evaluations, and the short
-    step of an epoch of five.
+    """Not in the probe, the looks at the loss and at FLOPs, evaluations, and
+    the short step of an epoch of five.
     """
     TUNED.clear()
     options = {

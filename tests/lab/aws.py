@@ -1,5 +1,5 @@
-"""AWS on this machine: moto behind a proxy that logs who calls what, and a host of the
-lab for each instance.
+"""AWS on this machine: moto behind a proxy that logs who calls what, and a
+host of the lab for each instance.
 """
 
 import http.client
@@ -36,8 +36,8 @@ _PREFIX = 16
 _METADATA = "169.254.169.254"
 _ROLE = "paceline"
 _INSTALLED = "grep -q paceline-src ~/.bashrc || echo 'export PYTHONPATH=$HOME/paceline-src' >> ~/.bashrc"
-"""In the place of pip: the hosts show this environment as ~/paceline, and what was
-brought comes first in it.
+"""In the place of pip: the hosts show this environment as ~/paceline, and what
+was brought comes first in it.
 """
 _REFUSED = b"""<?xml version="1.0"?><Response><Errors><Error><Code>InsufficientInstanceCapacity</Code>
 <Message>There is no Spot capacity available.</Message></Error></Errors><RequestID>lab</RequestID></Response>"""
@@ -59,11 +59,12 @@ class Ec2(ThreadingHTTPServer):
         self.has_spot = True
         self.refused = 0
         self.calls = set()
-        """Who needs which action: those called, and those that EC2 wants to be allowed
-        for a call.
+        """Who needs which action: those called, and those that EC2 wants to be
+        allowed for a call.
         """
         self.changed = lambda: None
-        """Called when instances were started or ended, before the caller hears of it.
+        """Called when instances were started or ended, before the caller hears
+        of it.
         """
 
     def client(self, service: str) -> Any:
@@ -88,7 +89,9 @@ class Ec2(ThreadingHTTPServer):
 
     def needed(self, who: str) -> Counter[str]:
         """The actions that somebody needs, each once."""
-        return Counter(action for caller, action in self.calls if caller == who)
+        return Counter(
+            action for caller, action in self.calls if caller == who
+        )
 
     def handle_error(self, request: Any, client_address: Any):
         """Say nothing of clients whose host was switched off."""
@@ -101,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self):
         body = read_body(self)
         credential = re.search(
-            r"Credential=(\w+)/\w+/[\w-]+/(\w+)/", self.headers.get("Authorization", "")
+            r"Credential=(\w+)/\w+/[\w-]+/(\w+)/",
+            self.headers.get("Authorization", ""),
         )
         who, service = (
             credential.groups() if credential is not None else ("nobody", "s3")
@@ -139,8 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _s3_action(method: str, target: str) -> str:
-    """The action that S3 wants to be allowed for a request, as its documentation lists
-    them.
+    """The action that S3 wants to be allowed for a request, as its
+    documentation lists them.
     """
     place = urlsplit(target)
     options = parse_qs(place.query, keep_blank_values=True)
@@ -166,8 +170,8 @@ def _s3_action(method: str, target: str) -> str:
 
 
 def _actions(service: str, asked: dict[str, str]) -> Iterator[str]:
-    """Yield the actions that EC2 wants to be allowed for a call, as its documentation
-    lists them.
+    """Yield the actions that EC2 wants to be allowed for a call, as its
+    documentation lists them.
     """
     yield f"{service}:{asked['Action']}"
     if asked["Action"] == "RunInstances":
@@ -186,8 +190,8 @@ def tags_of(instance: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def aws(listening: socket.socket) -> Iterator[Ec2]:
-    """A new AWS, with the instance profile that aws.yaml asks for; `listening` is the
-    proxy's own socket.
+    """A new AWS, with the instance profile that aws.yaml asks for; `listening`
+    is the proxy's own socket.
     """
     from moto.server import ThreadedMotoServer
 
@@ -226,8 +230,8 @@ class Instances:
         self.endpoint = endpoint
         self._count = 0
         self._services = {}
-        # A host ends with the thread that has started it, and a request's thread with
-        # the request.
+        # A host ends with the thread that has started it, and a request's
+        # thread with the request.
         self._keeper = ThreadPoolExecutor(max_workers=1)
 
     def follow(self):
@@ -243,7 +247,9 @@ class Instances:
     def types(self) -> dict[str, str]:
         """Ray's node types of the instances that run."""
         running = [
-            found for found in self.ec2.instances() if found["InstanceId"] in self.hosts
+            found
+            for found in self.ec2.instances()
+            if found["InstanceId"] in self.hosts
         ]
         return {
             found["InstanceId"]: tags_of(found)["ray-user-node-type"]
@@ -252,7 +258,9 @@ class Instances:
 
     def notify(self, instance: str, notice_s: float):
         """Say that an instance will be taken back."""
-        until = (datetime.now(UTC) + timedelta(seconds=notice_s)).replace(microsecond=0)
+        until = (datetime.now(UTC) + timedelta(seconds=notice_s)).replace(
+            microsecond=0
+        )
         self.machines[instance].action = {
             "action": "terminate",
             "time": until.isoformat().replace("+00:00", "Z"),
@@ -291,7 +299,8 @@ class Instances:
             (instance["PublicIpAddress"],),
         )
         self.lab.add(host, site, found["KeyPairs"][0]["PublicKey"], LOGIN)
-        # What an image of ours would bring, and that nobody out there is asked.
+        # What an image of ours would bring, and that nobody out there is
+        # asked.
         settings = {
             "AWS_ENDPOINT_URL": self.endpoint,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -299,19 +308,25 @@ class Instances:
         }
         lines = [f"export {key}={value}\n" for key, value in settings.items()]
         (self.lab.home(host) / ".bashrc").write_text("".join(lines))
-        self.lab.run(host, "ip", "address", "add", f"{_METADATA}/32", "dev", "lo")
+        self.lab.run(
+            host, "ip", "address", "add", f"{_METADATA}/32", "dev", "lo"
+        )
         service = self._services[name] = ExitStack()
         machine = service.enter_context(
             metadata_service(self.lab.listen(host, _METADATA, 80))
         )
-        who = "head" if tags_of(instance)["ray-node-type"] == "head" else "worker"
+        who = (
+            "head"
+            if tags_of(instance)["ray-node-type"] == "head"
+            else "worker"
+        )
         machine.items |= _credentials(who)
         self.hosts[name], self.machines[name] = host, machine
 
 
 def _credentials(who: str) -> dict[str, str]:
-    """What the metadata service says of the role: here its access key is the caller's
-    name.
+    """What the metadata service says of the role: here its access key is the
+    caller's name.
     """
     now = datetime.now(UTC)
     said = {
@@ -321,7 +336,9 @@ def _credentials(who: str) -> dict[str, str]:
         "SecretAccessKey": "secret",
         "Token": "token",
         "LastUpdated": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "Expiration": (now + timedelta(hours=6)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "Expiration": (now + timedelta(hours=6)).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        ),
     }
     place = "iam/security-credentials"
     return {place: _ROLE, f"{place}/{_ROLE}": json.dumps(said)}
@@ -344,13 +361,15 @@ def instances(lab: Lab) -> Iterator[Instances]:
 
 
 def derived() -> dict[str, Any]:
-    """cluster/aws.yaml for the lab: its bucket, nothing to install, and nodes that idle
-    for a minute.
+    """cluster/aws.yaml for the lab: its bucket, nothing to install, and nodes
+    that idle for a minute.
     """
     text = (REPOSITORY / "cluster" / "aws.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(text.replace("MY-BUCKET", BUCKET))
     [paceline] = [
-        command for command in tree["setup_commands"] if "/pip install " in command
+        command
+        for command in tree["setup_commands"]
+        if "/pip install " in command
     ]
     tree["setup_commands"][tree["setup_commands"].index(paceline)] = _INSTALLED
     [boto] = tree["head_setup_commands"]
@@ -361,8 +380,8 @@ def derived() -> dict[str, Any]:
 
 
 class OnAws(RayUp):
-    """The cluster of cluster/aws.yaml, typed on `ctl`, whose user is the account's
-    `laptop`.
+    """The cluster of cluster/aws.yaml, typed on `ctl`, whose user is the
+    account's `laptop`.
     """
 
     def __init__(self, instances: Instances):

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 HIDDEN = ("/root", "/tmp")
-"""What every host has for itself; what lies below and must stay visible is mounted
-again.
+"""What every host has for itself; what lies below and must stay visible is
+mounted again.
 """
 SHARED = "/srv/nfs"
 
@@ -34,23 +34,35 @@ def bind(source: str, target: str):
 
 
 def set_up(
-    directory: str, name: str, addresses: list[str], gateway: str, visible: list[str]
+    directory: str,
+    name: str,
+    addresses: list[str],
+    gateway: str,
+    visible: list[str],
 ):
-    """Files, then the network: the bridge's other end appears a moment after this
-    process.
+    """Files, then the network: the bridge's other end appears a moment after
+    this process.
     """
     run("hostname", name)
     run("mount", "-t", "tmpfs", "-o", "size=2g", "shm", "/dev/shm")
-    # Its disk is its own: on one that all hosts share, whoever writes first has most of
-    # it.
-    run("mount", "-t", "tmpfs", "-o", "size=2g,mode=1777", "tmp", f"{directory}/tmp")
+    # Its disk is its own: on one that all hosts share, whoever writes first
+    # has most of it.
+    run(
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        "size=2g,mode=1777",
+        "tmp",
+        f"{directory}/tmp",
+    )
     run("mount", "--bind", f"{directory}/run", "/run")
     # A host that does not know its own name makes gloo listen on its loopback.
     run("mount", "--bind", f"{directory}/hosts", "/etc/hosts")
     if Path(f"{directory}/passwd").exists():
         run("mount", "--bind", f"{directory}/passwd", "/etc/passwd")
-    # A name server that nobody reaches makes torch's rendezvous wait ten seconds for
-    # the name of each peer.
+    # A name server that nobody reaches makes torch's rendezvous wait ten
+    # seconds for the name of each peer.
     if Path("/etc/resolv.conf").exists():
         run("mount", "--bind", f"{directory}/resolv.conf", "/etc/resolv.conf")
     run("mount", "-t", "tmpfs", "srv", "/srv")

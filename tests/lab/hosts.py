@@ -40,8 +40,8 @@ NETWORK = "10.77.0"
 CONTROL = "ctl"
 REPOSITORY = Path(__file__).parents[2]
 _FIRST = ("nice", "-n", "-10")
-"""A host has its processor before the tests that run beside it: a node that gets no
-turn for long counts as dead.
+"""A host has its processor before the tests that run beside it: a node that
+gets no turn for long counts as dead.
 """
 NEEDED = (
     "/usr/sbin/sshd",
@@ -58,8 +58,8 @@ RAYS = {
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "20000",
 }
-"""What looks at all files and processes of a host does so twice a second and every
-twenty seconds, not always: the hosts share one machine's processors.
+"""What looks at all files and processes of a host does so twice a second and
+every twenty seconds, not always: the hosts share one machine's processors.
 """
 SSHD = """
 Port 22
@@ -87,7 +87,8 @@ def missing() -> str | None:
     absent = [
         name
         for name in NEEDED
-        if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None
+        if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+        is None
     ]
     if absent:
         return f"not installed: {', '.join(absent)} (apt-get install openssh-server rsync iproute2 util-linux)"
@@ -97,7 +98,9 @@ def missing() -> str | None:
         [*_unshare(), "sh", "-c", script], capture_output=True, text=True
     )
     return (
-        f"namespaces are refused ({tried.stderr.strip()})" if tried.returncode else None
+        f"namespaces are refused ({tried.stderr.strip()})"
+        if tried.returncode
+        else None
     )
 
 
@@ -111,8 +114,8 @@ def outside() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def lab_of(num_hosts: int) -> Iterator[Lab]:
-    """A lab that must leave nothing behind; the test is skipped where there can be
-    none.
+    """A lab that must leave nothing behind; the test is skipped where there
+    can be none.
     """
     if why := missing():
         pytest.skip(f"there can be no lab here: {why}")
@@ -128,14 +131,20 @@ def logged_steps(run: Path) -> list[int]:
     """The steps in a run's log, in the order of its files."""
     files = sorted((run / "log").glob("*.jsonl"))
     records = [
-        json.loads(line) for file in files for line in file.read_text().splitlines()
+        json.loads(line)
+        for file in files
+        for line in file.read_text().splitlines()
     ]
     return [record["step"] for record in records if "train_loss" in record]
 
 
 def address_of(name: str) -> str:
     """A host's address on the bridge."""
-    return f"{NETWORK}.1" if name == CONTROL else f"{NETWORK}.{10 + int(name[1:])}"
+    return (
+        f"{NETWORK}.1"
+        if name == CONTROL
+        else f"{NETWORK}.{10 + int(name[1:])}"
+    )
 
 
 @dataclass(frozen=True)
@@ -152,8 +161,8 @@ class Site:
 
     @property
     def card(self) -> str:
-        """The hardware address: a new one after a power cut would not be known to the
-        others for seconds.
+        """The hardware address: a new one after a power cut would not be known
+        to the others for seconds.
         """
         return "02:00:" + ":".join(
             f"{int(part):02x}" for part in self.address.split(".")
@@ -174,7 +183,9 @@ class Lab:
     def __init__(self, num_hosts: int):
         self.names = [f"h{index}" for index in range(num_hosts)]
         self.directory = Path()
-        self._sites = {name: Site(address_of(name)) for name in (CONTROL, *self.names)}
+        self._sites = {
+            name: Site(address_of(name)) for name in (CONTROL, *self.names)
+        }
         self._inits = {}
         self._outer = {}
         self._started = []
@@ -221,8 +232,8 @@ class Lab:
         return self.directory / name / "root"
 
     def add(self, name: str, site: Site, key: str, login: str):
-        """Switch another host on: with one public key, and a login of root's, as cloud
-        images have them.
+        """Switch another host on: with one public key, and a login of root's,
+        as cloud images have them.
         """
         self.names.append(name)
         self._sites[name] = site
@@ -253,23 +264,26 @@ class Lab:
         return {self._sites[name].address: name for name in self.names}
 
     def answer_to(self, address: str):
-        """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a network of
-        hosts that are added.
+        """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a
+        network of hosts that are added.
         """
         self._ip(CONTROL, "address", "add", address, "dev", "eth0")
 
     def listen(self, name: str, address: str, port: int = 0) -> socket.socket:
-        """A socket of this process that listens on a host's own network: what runs here
-        is reached there alone.
+        """A socket of this process that listens on a host's own network: what
+        runs here is reached there alone.
         """
 
         def make() -> socket.socket:
-            # Of this thread alone, which ends with that: the socket stays where it was
-            # made.
+            # Of this thread alone, which ends with that: the socket stays
+            # where it was made.
             with Path(f"/proc/{self._inits[name]}/ns/net").open() as network:
-                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+                if ctypes.CDLL(None, use_errno=True).setns(
+                    network.fileno(), 0
+                ):
                     raise OSError(
-                        ctypes.get_errno(), f"no thread enters the network of {name}"
+                        ctypes.get_errno(),
+                        f"no thread enters the network of {name}",
                     )
             return socket.create_server((address, port))
 
@@ -277,16 +291,24 @@ class Lab:
             return thread.submit(make).result()
 
     def start(self, name: str):
-        """Switch a host on, with the files that it had; nothing happens to one that is
-        on.
+        """Switch a host on, with the files that it had; nothing happens to one
+        that is on.
         """
         if name in self._outer:
             return
         directory = self.directory / name
         site = self._sites[name]
         (directory / "run" / "ready").unlink(missing_ok=True)
-        visible = list(dict.fromkeys([sys.base_prefix, sys.prefix, str(REPOSITORY)]))
-        script = [sys.executable, "-I", str(Path(host.__file__)), str(directory), name]
+        visible = list(
+            dict.fromkeys([sys.base_prefix, sys.prefix, str(REPOSITORY)])
+        )
+        script = [
+            sys.executable,
+            "-I",
+            str(Path(host.__file__)),
+            str(directory),
+            name,
+        ]
         with (directory / "init.log").open("wb") as log:
             outer = subprocess.Popen(
                 [
@@ -315,7 +337,14 @@ class Lab:
         self.namespaces.add(_namespace(self._inits[name]))
         if name == CONTROL:
             self._ip(
-                CONTROL, "link", "add", "eth0", "address", site.card, "type", "bridge"
+                CONTROL,
+                "link",
+                "add",
+                "eth0",
+                "address",
+                site.card,
+                "type",
+                "bridge",
             )
         else:
             card = [
@@ -326,7 +355,16 @@ class Lab:
                 "netns",
                 str(self._inits[name]),
             ]
-            self._ip(CONTROL, "link", "add", f"v{name}", "type", "veth", "peer", *card)
+            self._ip(
+                CONTROL,
+                "link",
+                "add",
+                f"v{name}",
+                "type",
+                "veth",
+                "peer",
+                *card,
+            )
             self._ip(CONTROL, "link", "set", f"v{name}", "master", "eth0")
             self.heal(name)
         until((directory / "run" / "ready").exists, said, every_s=0.02)
@@ -381,7 +419,8 @@ class Lab:
         return [
             int(entry.name)
             for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and _namespace(int(entry.name)) in self.namespaces
+            if entry.name.isdigit()
+            and _namespace(int(entry.name)) in self.namespaces
         ]
 
     def _enter(self, name: str, cwd: str) -> list[str]:
@@ -408,18 +447,27 @@ class Lab:
 
     def _ip(self, name: str, *arguments: str):
         subprocess.run(
-            ["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments],
+            [
+                "nsenter",
+                f"--target={self._inits[name]}",
+                "--net",
+                "ip",
+                *arguments,
+            ],
             check=True,
         )
 
     def _kill(self, name: str):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._inits.pop(name, self._outer[name].pid), signal.SIGKILL)
+            os.kill(
+                self._inits.pop(name, self._outer[name].pid), signal.SIGKILL
+            )
         self._outer.pop(name).wait()
 
     def _keygen(self, file: Path):
         subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)],
+            check=True,
         )
 
     def _prepare(self, name: str):
@@ -449,10 +497,13 @@ class Lab:
         self._keygen(ssh / "hostkey")
         site = self._sites[name]
         listen = "\n".join(
-            f"ListenAddress {address}" for address in (site.address, *site.others)
+            f"ListenAddress {address}"
+            for address in (site.address, *site.others)
         )
         settings = " ".join(f"{name}={value}" for name, value in RAYS.items())
-        (ssh / "sshd_config").write_text(SSHD.format(listen=listen, settings=settings))
+        (ssh / "sshd_config").write_text(
+            SSHD.format(listen=listen, settings=settings)
+        )
         # As if it had been installed there.
         (directory / "root" / "paceline").symlink_to(sys.prefix)
 

@@ -1,5 +1,5 @@
-"""The user's day with a file of `ray up` on the lab's hosts: `ray up`, the tunnel,
-jobs, `ray down`.
+"""The user's day with a file of `ray up` on the lab's hosts: `ray up`, the
+tunnel, jobs, `ray down`.
 """
 
 import json
@@ -42,8 +42,8 @@ for line in sys.stdin:
 
 
 def derived(workers: list[str]) -> dict[str, Any]:
-    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory,
-    and nothing to install.
+    """cluster/onprem.yaml for the lab: its addresses, its login, its shared
+    directory, and nothing to install.
     """
     text = (REPOSITORY / "cluster" / "onprem.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
@@ -68,13 +68,13 @@ def derived(workers: list[str]) -> dict[str, Any]:
 
 
 class RayUp:
-    """A cluster that `ray up` made of a lab's hosts; commands are typed on `ctl`, in
-    the repository.
+    """A cluster that `ray up` made of a lab's hosts; commands are typed on
+    `ctl`, in the repository.
     """
 
     def __init__(self, lab: Lab, file: str, **settings: str):
-        """`file` is the cluster file on `ctl`; `settings` are environment variables of
-        every command.
+        """`file` is the cluster file on `ctl`; `settings` are environment
+        variables of every command.
         """
         self.lab = lab
         self._file = file
@@ -88,7 +88,9 @@ class RayUp:
         `settings` are environment variables.
         """
         line = [*self._environment(**settings), *command]
-        return self.lab.run(CONTROL, *line, check=check, cwd=str(REPOSITORY)).stdout
+        return self.lab.run(
+            CONTROL, *line, check=check, cwd=str(REPOSITORY)
+        ).stdout
 
     def _environment(self, **settings: str) -> list[str]:
         return [
@@ -100,8 +102,8 @@ class RayUp:
         ]
 
     def up(self) -> str:
-        """A token, `ray up -y`, and `ray dashboard`, which stays; anew after the head's
-        power cut.
+        """A token, `ray up -y`, and `ray dashboard`, which stays; anew after
+        the head's power cut.
         """
         self.type("ray", "get-auth-token", "--generate")
         printed = self.type("ray", "up", "-y", self._file)
@@ -114,7 +116,10 @@ class RayUp:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        until(lambda: self.fetch("/api/version")[0] == 200, "the dashboard's tunnel")
+        until(
+            lambda: self.fetch("/api/version")[0] == 200,
+            "the dashboard's tunnel",
+        )
         return printed
 
     def down(self) -> str:
@@ -131,13 +136,21 @@ class RayUp:
     @property
     def token(self) -> str:
         """The cluster's token, as the user's laptop holds it."""
-        return (self.lab.home(CONTROL) / ".ray" / "auth_token").read_text().strip()
+        return (
+            (self.lab.home(CONTROL) / ".ray" / "auth_token")
+            .read_text()
+            .strip()
+        )
 
     def fetch(
-        self, path: str, token: bool = True, name: str = CONTROL, base: str = DASHBOARD
+        self,
+        path: str,
+        token: bool = True,
+        name: str = CONTROL,
+        base: str = DASHBOARD,
     ) -> tuple[int, str]:
-        """(status, body) of the dashboard's answer to a host; (0, reason) where nothing
-        answers.
+        """(status, body) of the dashboard's answer to a host; (0, reason)
+        where nothing answers.
         """
         if (
             name not in self._fetching
@@ -148,7 +161,9 @@ class RayUp:
             )
         asked = self._fetching[name].stdin
         answers = self._fetching[name].stdout
-        asked.write(json.dumps([base + path, self.token if token else ""]) + "\n")
+        asked.write(
+            json.dumps([base + path, self.token if token else ""]) + "\n"
+        )
         asked.flush()
         status, body = json.loads(answers.readline())
         return int(status), str(body)
@@ -159,9 +174,11 @@ class RayUp:
         assert status == 200, body
         return json.loads(body)
 
-    def submit(self, *entrypoint: str, wait: bool = True, directory: str = ".") -> str:
-        """`ray job submit --working-dir` through the tunnel; its log, or the id where
-        it is not waited for.
+    def submit(
+        self, *entrypoint: str, wait: bool = True, directory: str = "."
+    ) -> str:
+        """`ray job submit --working-dir` through the tunnel; its log, or the
+        id where it is not waited for.
         """
         options = [
             "--address",
@@ -170,7 +187,9 @@ class RayUp:
             directory,
             *([] if wait else ["--no-wait"]),
         ]
-        printed = self.type("ray", "job", "submit", *options, "--", *entrypoint)
+        printed = self.type(
+            "ray", "job", "submit", *options, "--", *entrypoint
+        )
         if wait:
             return printed
         match = re.search(r"'(raysubmit_\w+)'", printed)
@@ -190,22 +209,26 @@ class RayUp:
         self.type("ray", "job", "stop", "--address", DASHBOARD, job_id)
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """The newest node of each host, as the dashboard's API knows them: state,
-        node_id.
+        """The newest node of each host, as the dashboard's API knows them:
+        state, node_id.
         """
-        listed = self.get("/api/v0/nodes?detail=1&limit=100")["data"]["result"][
+        listed = self.get("/api/v0/nodes?detail=1&limit=100")["data"][
             "result"
-        ]
+        ]["result"]
         listed.sort(key=lambda node: node.get("start_time_ms") or 0)
         hosts = self.lab.hosts()
         return {
-            hosts[node["node_ip"]]: node for node in listed if node["node_ip"] in hosts
+            hosts[node["node_ip"]]: node
+            for node in listed
+            if node["node_ip"] in hosts
         }
 
     def alive(self) -> list[str]:
         """Hosts whose node is alive."""
         return sorted(
-            name for name, node in self.nodes().items() if node["state"] == "ALIVE"
+            name
+            for name, node in self.nodes().items()
+            if node["state"] == "ALIVE"
         )
 
 

@@ -1,5 +1,5 @@
-"""`ray up cluster/aws.yaml` with hosts for instances: a sweep from zero to three spot
-nodes, one of them taken back.
+"""`ray up cluster/aws.yaml` with hosts for instances: a sweep from zero to
+three spot nodes, one of them taken back.
 
 Needs root, and no network.
 """
@@ -22,8 +22,9 @@ STEPS = 400
 BATCH = 16
 NOTICE_S = 45
 RATES = [0.001, 0.002, 0.003, 0.004, 0.005, 0.006]
-# What the test sees of trials, and how it holds them, lies where all hosts of a lab see
-# it; EC2 has no such place, and neither the sweep nor the cluster uses it.
+# What the test sees of trials, and how it holds them, lies where all hosts of
+# a lab see it; EC2 has no such place, and neither the sweep nor the cluster
+# uses it.
 NOTES = "/srv/nfs/counted"
 TASK = f"""
 import socket, time
@@ -100,7 +101,9 @@ class Counted:
         (project / "counted.py").write_text(TASK)
         (project / "sweep.yaml").write_text(SWEEP)
         command = ("python", "-m", "tune", "sweep.yaml")
-        self.job = cluster.submit(*command, wait=False, directory="/root/project")
+        self.job = cluster.submit(
+            *command, wait=False, directory="/root/project"
+        )
         host, port = cluster.instances.ec2.backend
         keys = {
             "access_key": "test",
@@ -118,7 +121,9 @@ class Counted:
             if file.exists()
             else []
         )
-        return [Step(host, float(rate), int(step)) for host, rate, step in lines]
+        return [
+            Step(host, float(rate), int(step)) for host, rate, step in lines
+        ]
 
     def say(self, word):
         """`hold`: trials go on no further; `go`: all of them to their end, at once."""
@@ -132,15 +137,21 @@ class Counted:
         )
         found = self._s3.get_file_info(chosen)
         return {
-            one.path.removeprefix(f"{base}/"): one.size for one in found if one.is_file
+            one.path.removeprefix(f"{base}/"): one.size
+            for one in found
+            if one.is_file
         }
 
     def records(self):
         """What the journal says of the trials that have ended."""
-        names = [name for name in self.files("trials") if name.endswith(".json")]
+        names = [
+            name for name in self.files("trials") if name.endswith(".json")
+        ]
         return [
             json.loads(
-                self._s3.open_input_file(f"{BUCKET}/paceline/counted/{name}").read()
+                self._s3.open_input_file(
+                    f"{BUCKET}/paceline/counted/{name}"
+                ).read()
             )
             for name in names
         ]
@@ -164,11 +175,17 @@ def made():
 def policy(name):
     """What a policy in docs/aws allows."""
     document = json.loads(
-        (REPOSITORY / "docs" / "aws" / f"{name}.json").read_text(encoding="utf-8")
+        (REPOSITORY / "docs" / "aws" / f"{name}.json").read_text(
+            encoding="utf-8"
+        )
     )
-    assert {statement["Effect"] for statement in document["Statement"]} == {"Allow"}
+    assert {statement["Effect"] for statement in document["Statement"]} == {
+        "Allow"
+    }
     return Counter(
-        action for statement in document["Statement"] for action in statement["Action"]
+        action
+        for statement in document["Statement"]
+        for action in statement["Action"]
     )
 
 
@@ -196,7 +213,9 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made):
     assert types(made) == ["gpu_spot"] * 3 + ["head"], "from zero"
 
     taken = next(
-        instance for instance, kind in made.types().items() if kind == "gpu_spot"
+        instance
+        for instance, kind in made.types().items()
+        if kind == "gpu_spot"
     )
     host = made.hosts[taken]
     ec2.has_spot = False
@@ -216,7 +235,8 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made):
 
     def goes_on():
         return sweep.runs() and any(
-            step.rate == last.rate and step.number > at for step in sweep.steps()
+            step.rate == last.rate and step.number > at
+            for step in sweep.steps()
         )
 
     until(goes_on, "the trial's next step, on another node")
@@ -240,14 +260,22 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made):
     assert sorted(made_by) == RATES
     assert len({host for host, _ in made_by[last.rate]}) == 2
     records = sweep.records()
-    assert sorted(record["config"]["optimizer.lr"] for record in records) == RATES
+    assert (
+        sorted(record["config"]["optimizer.lr"] for record in records) == RATES
+    )
     assert {record["status"] for record in records} == {"done"}
-    assert {"report.html", "best.yaml", "results.parquet"} <= sweep.files().keys()
+    assert {
+        "report.html",
+        "best.yaml",
+        "results.parquet",
+    } <= sweep.files().keys()
     assert not kept(sweep), "what the trial kept is deleted with its end"
 
     until(lambda: types(made) == ["head"], "the end of idle nodes", every_s=1)
     cluster.down()
-    assert {found["State"]["Name"] for found in ec2.instances()} == {"terminated"}
+    assert {found["State"]["Name"] for found in ec2.instances()} == {
+        "terminated"
+    }
     assert not made.hosts
     assert {who for who, _ in ec2.calls} == {"laptop", "head", "worker"}, (
         "no request without credentials"
@@ -263,6 +291,11 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made):
 def kept(sweep):
     """The step of each whole state that a trial has kept."""
     manifests = [
-        Path(name) for name in sweep.files("lanes") if name.endswith("manifest.json")
+        Path(name)
+        for name in sweep.files("lanes")
+        if name.endswith("manifest.json")
     ]
-    return [int(manifest.parent.name.removeprefix("step-")) for manifest in manifests]
+    return [
+        int(manifest.parent.name.removeprefix("step-"))
+        for manifest in manifests
+    ]

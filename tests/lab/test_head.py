@@ -1,5 +1,5 @@
-"""The head's host loses power in the middle of a sweep, and `ray up` and `resume` go on
-from the journal.
+"""The head's host loses power in the middle of a sweep, and `ray up` and
+`resume` go on from the journal.
 
 Minutes, so `make faults` runs it.
 """
@@ -25,7 +25,14 @@ SWEEP = (
     "--space",
     SPACE,
 )
-OPTIONS = ("--objective", "{metric: val_loss}", "--train.epochs", "32", "--lanes", "2")
+OPTIONS = (
+    "--objective",
+    "{metric: val_loss}",
+    "--train.epochs",
+    "32",
+    "--lanes",
+    "2",
+)
 RESUME = ("python", "-m", "tune", "resume", "/srv/nfs/paceline/held")
 
 
@@ -40,18 +47,26 @@ def test_no_trial_that_had_ended_runs_again():
 
         cluster = OnPremises(lab)
         cluster.up()
-        until(lambda: cluster.alive() == ["h0", "h1", "h2"], "all hosts", every_s=1)
+        until(
+            lambda: cluster.alive() == ["h0", "h1", "h2"],
+            "all hosts",
+            every_s=1,
+        )
         cluster.submit(*SWEEP, *OPTIONS, wait=False)
         until(lambda: len(records()) >= 2, "two trials that have ended")
         lab.power_cut(HEAD)
         ended = records()
         lab.start(HEAD)
         cluster.up()
-        until(lambda: cluster.alive() == ["h0", "h1", "h2"], "all hosts", every_s=1)
+        until(
+            lambda: cluster.alive() == ["h0", "h1", "h2"],
+            "all hosts",
+            every_s=1,
+        )
         log = cluster.submit(*RESUME)
-        assert {json.loads(record)["status"] for record in records().values()} == {
-            "done"
-        }, log[-6000:]
+        assert {
+            json.loads(record)["status"] for record in records().values()
+        } == {"done"}, log[-6000:]
         assert len(records()) == 6
         assert records().items() >= ended.items(), (
             "with the times at which they had begun and ended"

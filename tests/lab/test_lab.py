@@ -1,9 +1,9 @@
-"""The user's day, for real: `ray up`, `cluster check`, jobs, the dashboard, faults,
-`ray down`; and nothing is left.
+"""The user's day, for real: `ray up`, `cluster check`, jobs, the dashboard,
+faults, `ray down`; and nothing is left.
 
-Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of
-this file build on each other: a host that has left in one of them returns in the next,
-because each return takes half a minute.
+Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The
+tests of this file build on each other: a host that has left in one of them
+returns in the next, because each return takes half a minute.
 """
 
 import importlib.metadata
@@ -25,9 +25,17 @@ pytestmark = [pytest.mark.full, pytest.mark.lab]
 
 HOSTS = ["h0", "h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
-DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
-UNHURRIED = """
+DIGITS = (
+    "python",
+    "-m",
+    "trainers",
+    "examples/digits/train.yaml",
+    "--launcher",
+    "ray",
+)
+OWN = """
 import time
+from pathlib import Path
 from examples.digits.task import Digits
 
 class Unhurried(Digits):
@@ -35,8 +43,20 @@ class Unhurried(Digits):
         if training:
             time.sleep(0.02)
         return super().transform(batch, training)
+
+class Held(Digits):
+    batches = 0
+
+    def transform(self, batch, training):
+        self.batches += training
+        while self.batches > 100 and not Path(__file__).with_name("seen").exists():
+            time.sleep(0.1)
+        return super().transform(batch, training)
 """
-"""The run that loses its hosts leaves this machine's processors to all else."""
+"""Tasks of the user's own. `Unhurried`, for the run that loses its hosts,
+leaves this machine's processors to all else. `Held` trains on once
+Prometheus, which looks every ten seconds, has seen it.
+"""
 INTERVAL = 100
 """Steps between its checkpoints: three seconds or so."""
 TOLD = 10
@@ -54,7 +74,9 @@ def cluster(lab):
     cluster = OnPremises(lab)
     cluster.up()
     if shutil.which("prometheus"):
-        config = f"--config.file={REPOSITORY}/cluster/monitoring/prometheus.yml"
+        config = (
+            f"--config.file={REPOSITORY}/cluster/monitoring/prometheus.yml"
+        )
         where = (
             "--web.listen-address=127.0.0.1:9090",
             "--storage.tsdb.path=/tmp/prometheus",
@@ -71,13 +93,19 @@ def cluster(lab):
 
 
 @pytest.fixture(scope="module")
-def elastic(cluster):
-    """A run without end on one or two workers, a host each; it has both, and has
-    written a checkpoint.
-    """
+def own(cluster):
+    """The folder of the user's own tasks, on the storage that hosts share."""
     own = cluster.lab.shared / "own"
     own.mkdir()
-    (own / "own.py").write_text(UNHURRIED)
+    (own / "own.py").write_text(OWN)
+    return own
+
+
+@pytest.fixture(scope="module")
+def elastic(cluster, own):
+    """A run without end on one or two workers, a host each; it has both, and
+    has written a checkpoint.
+    """
     options = {
         "name": "elastic",
         "task": "own:Unhurried",
@@ -90,30 +118,45 @@ def elastic(cluster):
         "scaling.num_workers": [1, 2],
     }
     words = [
-        str(word) for key, value in options.items() for word in (f"--{key}", value)
+        str(word)
+        for key, value in options.items()
+        for word in (f"--{key}", value)
     ]
     job = cluster.submit(*DIGITS, *words, wait=False)
     until(lambda: "worker group of size 2" in cluster.log(job), "both workers")
     until(
-        lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], "steps after a checkpoint"
+        lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL],
+        "steps after a checkpoint",
     )
     return job
 
 
 def check(cluster, *options):
-    """(exit code, findings and verdicts) of `python -m cluster check`, typed on the
-    head.
+    """(exit code, findings and verdicts) of `python -m cluster check`, typed
+    on the head.
     """
     settings = (
         "RAY_AUTH_MODE=token",
         f"RAY_ADDRESS={address_of(HEAD)}:6379",
         "PACELINE_STORAGE=/srv/nfs/paceline",
     )
-    command = (*settings, "python", "-m", "cluster", "check", "--json", *options)
-    done = cluster.lab.run(HEAD, "env", *command, check=False, cwd=str(REPOSITORY))
+    command = (
+        *settings,
+        "python",
+        "-m",
+        "cluster",
+        "check",
+        "--json",
+        *options,
+    )
+    done = cluster.lab.run(
+        HEAD, "env", *command, check=False, cwd=str(REPOSITORY)
+    )
     assert "{" in done.stdout, done.stdout
     report = json.loads(
-        done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :]
+        done.stdout[
+            done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :
+        ]
     )
     return done.returncode, report
 
@@ -145,6 +188,12 @@ def asked(cluster, query):
     return [found["metric"] for found in json.loads(body)["data"]["result"]]
 
 
+def runs_of(cluster, metric):
+    """The runs that Prometheus has a figure of Paceline's of."""
+    query = f"ray_paceline_{metric}"
+    return {found["run"] for found in asked(cluster, query)}
+
+
 def test_every_node_is_in_order(cluster):
     until(lambda: cluster.alive() == HOSTS, "the workers")
     printed = cluster.submit("python", "-m", "cluster", "check")
@@ -152,9 +201,13 @@ def test_every_node_is_in_order(cluster):
 
 
 def test_a_job_trains_on_two_hosts(cluster):
-    log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2")
+    log = cluster.submit(
+        *DIGITS, "--epochs", "6", "--scaling.num_workers", "2"
+    )
     assert re.search(r"done: 138 steps, 6 epochs", log), log[-6000:]
-    assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), "a rank on each host"
+    assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), (
+        "a rank on each host"
+    )
     runs = {
         run["name"]: run["status"]
         for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]
@@ -183,7 +236,9 @@ def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
         RAY_AUTH_TOKEN="f" * 64,
     )
     assert (
-        "Invalid authentication token" in wrong or "401" in wrong or "403" in wrong
+        "Invalid authentication token" in wrong
+        or "401" in wrong
+        or "403" in wrong
     ), wrong
     for name in ("ctl", "h1", HEAD):
         status, reason = cluster.fetch(
@@ -192,12 +247,10 @@ def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
         assert (status, "refused" in reason) == (0, True), name
 
 
-def test_a_sweep_trains_in_two_lanes(cluster):
+def test_a_sweep_trains_in_two_lanes_and_prometheus_has_them(cluster, own):
     # bf16 takes minutes where it is emulated
     space = "{global_batch_size: [32, 64]}"
-    # Long enough for the lane that is up a little later, and for Prometheus, which
-    # looks every ten seconds.
-    size = ("--train.epochs", "64", "--lanes", "2")
+    task = ("--train.task", "own:Held", "--train.task_dir", "/srv/nfs/own")
     words = (
         "python",
         "-m",
@@ -205,29 +258,23 @@ def test_a_sweep_trains_in_two_lanes(cluster):
         "examples/digits/sweep.yaml",
         "--space",
         space,
-        *size,
+        *task,
     )
-    log = cluster.submit(*words, "--objective", "{metric: val_loss}")
+    size = ("--train.epochs", "6", "--lanes", "2")
+    objective = ("--objective", "{metric: val_loss}")
+    job = cluster.submit(*words, *size, *objective, wait=False)
+    if shutil.which("prometheus"):
+        lanes = {"digits-sweep/lane-0", "digits-sweep/lane-1"}
+        until(lambda: lanes <= runs_of(cluster, "samples_per_s"), "two lanes")
+        until(lambda: runs_of(cluster, "trials") == {"digits-sweep"}, "trials")
+    (own / "seen").touch()
+    until(lambda: cluster.job(job) not in ("PENDING", "RUNNING"), "its end")
+    log = cluster.log(job)
     assert "2 trials in 2 lanes" in log
     assert len(re.findall(r"trial \d/2 .* done", log)) == 2, log[-6000:]
-    assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
-
-
-def test_prometheus_has_every_node_and_the_runs(cluster):
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (apt-get install prometheus)")
-    instances = {
-        found["instance"].partition(":")[0]
-        for found in asked(cluster, "ray_node_cpu_utilization")
-    }
-    assert instances == {address_of(name) for name in cluster.lab.names}
-    newest = "last_over_time(ray_paceline_{}[30m])".format
-    runs = {found["run"] for found in asked(cluster, newest("samples_per_s"))}
-    assert "digits" in runs
-    assert runs & {"digits-sweep/lane-0", "digits-sweep/lane-1"}
-    assert {found["run"] for found in asked(cluster, newest("trials"))} == {
-        "digits-sweep"
-    }
+    assert (
+        cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml"
+    ).exists()
 
 
 def test_check_names_another_torch_and_storage_that_is_not_shared(
@@ -262,6 +309,17 @@ def test_check_names_another_torch_and_storage_that_is_not_shared(
     }
 
 
+def test_prometheus_has_every_node_and_the_run(cluster, elastic):
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (apt-get install prometheus)")
+    instances = {
+        found["instance"].partition(":")[0]
+        for found in asked(cluster, "ray_node_cpu_utilization")
+    }
+    assert instances == {address_of(name) for name in cluster.lab.names}
+    until(lambda: "elastic" in runs_of(cluster, "samples_per_s"), "the run")
+
+
 def test_a_drained_host_loses_nothing(cluster, elastic):
     notice_s = 15
     # fmt: off
@@ -277,7 +335,9 @@ def test_a_drained_host_loses_nothing(cluster, elastic):
     cluster.lab.start("h2")
     until(lambda: resumed_at(cluster.log(elastic)), "the run's return")
     [at] = resumed_at(cluster.log(elastic))
-    assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
+    assert f"a node is being taken away; step {at} is kept" in cluster.log(
+        elastic
+    )
     assert last <= at < last + TOLD, (
         "no step that would have been told was made after it"
     )
@@ -294,15 +354,21 @@ def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster, elastic):
     until(lambda: cluster.nodes()["h1"]["state"] == "DEAD", "the node's death")
     last = steps_of(cluster.log(elastic))[-1]
     until(
-        lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return"
+        lambda: len(resumed_at(cluster.log(elastic))) > len(before),
+        "the run's return",
     )
-    assert last - INTERVAL - TOLD <= resumed_at(cluster.log(elastic))[-1] <= last + TOLD
+    assert (
+        last - INTERVAL - TOLD
+        <= resumed_at(cluster.log(elastic))[-1]
+        <= last + TOLD
+    )
 
 
 def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster, elastic):
     until(
         lambda: (
-            steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1]
+            steps_of(cluster.log(elastic))[-1]
+            > resumed_at(cluster.log(elastic))[-1]
         ),
         "a step",
     )
@@ -329,7 +395,11 @@ def test_check_names_a_host_that_is_out_of_reach(
         cluster.lab.heal("h2")
         cluster.lab.start("h1")
     assert (code, named(report)) == (1, {("h2", "node")})
-    until(lambda: cluster.alive() == HOSTS, "the hosts' return", every_s=1)
+    until(
+        lambda: cluster.alive() == HOSTS,
+        lambda: f"all hosts back, only {cluster.alive()}",
+        every_s=1,
+    )
 
 
 def test_ray_down_leaves_nothing(cluster):

@@ -1,5 +1,5 @@
-"""The commands of cluster/skypilot.yaml on two hosts, with SkyPilot's variables, beside
-its own Ray.
+"""The commands of cluster/skypilot.yaml on two hosts, with SkyPilot's
+variables, beside its own Ray.
 """
 
 import re
@@ -35,15 +35,21 @@ def test_skypilots_commands_beside_its_own_ray():
             *SKYPILOTS_RAY.split(),
         )
         task = yaml.safe_load(
-            (REPOSITORY / "cluster" / "skypilot.yaml").read_text(encoding="utf-8")
+            (REPOSITORY / "cluster" / "skypilot.yaml").read_text(
+                encoding="utf-8"
+            )
         )
         script = re.sub(
             "ray start ",
             "ray start --num-cpus=1 --object-store-memory=200000000 ",
             task["run"],
         )
-        script = script.replace("python -m tune examples/digits/sweep.yaml", TRAIN)
-        given = [f"{name}={value}" for name, value in (SKYPILOTS | OWN).items()]
+        script = script.replace(
+            "python -m tune examples/digits/sweep.yaml", TRAIN
+        )
+        given = [
+            f"{name}={value}" for name, value in (SKYPILOTS | OWN).items()
+        ]
         pipes = {
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
@@ -81,7 +87,11 @@ def test_skypilots_commands_beside_its_own_ray():
         ).exists()
         for name in NODES:
             left = lab.run(
-                name, "pgrep", "-af", "[r]aylet/raylet|[g]cs/gcs_server", check=False
+                name,
+                "pgrep",
+                "-af",
+                "[r]aylet/raylet|[g]cs/gcs_server",
+                check=False,
             ).stdout.splitlines()
             assert [
                 line

@@ -1,5 +1,5 @@
-"""cluster/slurm.sbatch on a real Slurm of two hosts: told before its time limit,
-requeued, and gone on with.
+"""cluster/slurm.sbatch on a real Slurm of two hosts: told before its time
+limit, requeued, and gone on with.
 """
 
 import re
@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import CONTROL, REPOSITORY, address_of, lab_of, logged_steps
+from tests.lab.hosts import (
+    CONTROL,
+    REPOSITORY,
+    address_of,
+    lab_of,
+    logged_steps,
+)
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -16,8 +22,8 @@ pytestmark = [pytest.mark.full, pytest.mark.lab]
 NODES = ["h0", "h1"]
 HOME = "/srv/nfs/slurm"
 SLURM_CONF = f"SLURM_CONF={HOME}/slurm.conf"
-# Jobs are held together by their parents: there are no cgroups here. A job comes back
-# after cred_expire, else 120 s.
+# Jobs are held together by their parents: there are no cgroups here. A job
+# comes back after cred_expire, else 120 s.
 CONF = f"""
 ClusterName=lab
 SlurmctldHost={CONTROL}({address_of(CONTROL)})
@@ -69,8 +75,8 @@ evaluate: {every_steps: 500}
 checkpoint: {every_steps: 500}
 scaling: {num_workers: 2}
 """
-"""A run that has no checkpoint of its own before its end: minutes in the first try,
-seconds in the next.
+"""A run that has no checkpoint of its own before its end: minutes in the first
+try, seconds in the next.
 """
 
 
@@ -98,7 +104,10 @@ class Slurm:
         for name in NODES:
             lab.run(name, "env", SLURM_CONF, "slurmd", "-N", name)
         until(
-            lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"],
+            lambda: (
+                self.type("sinfo", "--noheader", "--format=%T").split()
+                == ["idle"]
+            ),
             "idle nodes",
         )
 
@@ -109,16 +118,19 @@ class Slurm:
         ).stdout
 
     def submit(self, *command):
-        """The shipped file with its documented edits, and options that fit hosts of one
-        CPU; the job's id.
+        """The shipped file with its documented edits, and options that fit
+        hosts of one CPU; the job's id.
         """
-        text = (REPOSITORY / "cluster" / "slurm.sbatch").read_text(encoding="utf-8")
+        text = (REPOSITORY / "cluster" / "slurm.sbatch").read_text(
+            encoding="utf-8"
+        )
         text = text.replace("/shared/MY-GROUP/", "/srv/nfs/").replace(
             "#SBATCH --gpus-per-node=1\n", ""
         )
         # Hosts share one machine's memory.
         text = text.replace(
-            "ray symmetric-run ", "ray symmetric-run --object-store-memory=200000000 "
+            "ray symmetric-run ",
+            "ray symmetric-run --object-store-memory=200000000 ",
         )
         (self.home / "job.sbatch").write_text(text)
         options = ("--cpus-per-task=1", f"--output={HOME}/%x-%j.log")
@@ -133,7 +145,9 @@ class Slurm:
     def state(self, job):
         """What Slurm says of a job: JobState, Restarts, ExitCode, ..."""
         return dict(
-            re.findall(r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job))
+            re.findall(
+                r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job)
+            )
         )
 
     def log(self, job):
@@ -142,20 +156,24 @@ class Slurm:
         return file.read_text() if file.exists() else ""
 
     def wait(self, job, condition, what):
-        """Until something is so, or the job has failed; with what it has printed where
-        it is not so.
+        """Until something is so, or the job has failed; with what it has
+        printed where it is not so.
         """
         try:
             until(
                 lambda: (
-                    condition() or self.state(job)["JobState"] in ("FAILED", "TIMEOUT")
+                    condition()
+                    or self.state(job)["JobState"] in ("FAILED", "TIMEOUT")
                 ),
                 what,
                 every_s=1,
             )
             assert condition(), what
         except AssertionError:
-            print(*(line[:300] for line in self.log(job).splitlines()[-80:]), sep="\n")
+            print(
+                *(line[:300] for line in self.log(job).splitlines()[-80:]),
+                sep="\n",
+            )
             raise
 
 
@@ -180,12 +198,17 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm):
     (own / "own.py").write_text(TASK)
     (own / "train.yaml").write_text(TRAIN)
     job = slurm.submit("python", "-m", "trainers", "/srv/nfs/own/train.yaml")
-    slurm.wait(job, lambda: "worker group of size 2" in slurm.log(job), "both workers")
+    slurm.wait(
+        job, lambda: "worker group of size 2" in slurm.log(job), "both workers"
+    )
     hours, minutes, seconds = map(int, slurm.state(job)["RunTime"].split(":"))
-    # 90 to 150 s from now; --signal is for 120 s before it, and Slurm looks every 30 s.
+    # 90 to 150 s from now; --signal is for 120 s before it, and Slurm looks
+    # every 30 s.
     slurm.limit(job, 60 * hours + minutes + (seconds >= 30) + 2)
     slurm.wait(job, lambda: "asked to stop" in slurm.log(job), "the signal")
-    slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", "the requeue")
+    slurm.wait(
+        job, lambda: slurm.state(job)["JobState"] == "PENDING", "the requeue"
+    )
     slurm.limit(job, 60)
     slurm.wait(
         job,
@@ -200,24 +223,33 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm):
         "1",
     ), log[-6000:]
     [kept] = map(int, re.findall(r"stopped: (\d+) steps", log))
-    assert re.findall(r"resumed at step (\d+) ", log) == [str(kept)], log[-6000:]
+    assert re.findall(r"resumed at step (\d+) ", log) == [str(kept)], log[
+        -6000:
+    ]
     assert 0 < kept < 500
     run = slurm.lab.shared / "paceline" / "own"
     steps = logged_steps(run)
-    assert steps == list(range(1, 501)), "each step once, in both tries together"
+    assert steps == list(range(1, 501)), (
+        "each step once, in both tries together"
+    )
     assert {
-        ip for ip, rank in re.findall(r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log)
+        ip
+        for ip, rank in re.findall(
+            r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log
+        )
     } == set(map(address_of, NODES))
     for name in NODES:
-        assert slurm.lab.run(name, "ls", "/tmp").stdout.split() == [*_own_files()], (
-            "Ray's files are gone"
-        )
+        assert slurm.lab.run(name, "ls", "/tmp").stdout.split() == [
+            *_own_files()
+        ], "Ray's files are gone"
         left = slurm.lab.run(name, "ps", "-eo", "args").stdout
-        assert not re.search(r"raylet|gcs_server|ray::|symmetric-run", left), left
+        assert not re.search(r"raylet|gcs_server|ray::|symmetric-run", left), (
+            left
+        )
 
 
 def _own_files():
-    """What a host shows below /tmp of this machine: the repository, where it lies
-    there.
+    """What a host shows below /tmp of this machine: the repository, where it
+    lies there.
     """
     return [REPOSITORY.parts[2]] if Path("/tmp") in REPOSITORY.parents else []

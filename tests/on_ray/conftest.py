@@ -26,15 +26,15 @@ def cluster():
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
-        # What looks at all files and processes does so twice a second and once a
-        # minute, not always.
+        # What looks at all files and processes does so twice a second and once
+        # a minute, not always.
         "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        # A killed node is missed after five looks, else three seconds apart; a slow one
-        # has as long as ever.
+        # A killed node is missed after five looks, else three seconds apart; a
+        # slow one has as long as ever.
         "RAY_health_check_period_ms": "1000",
-        # By default its workers step aside for whatever else runs, which here are other
-        # tests.
+        # By default its workers step aside for whatever else runs, which here
+        # are other tests.
         "RAY_worker_niceness": "0",
     }
     # fmt: off
@@ -54,11 +54,13 @@ def cluster():
         log = directory / "head.log"
         until(lambda: "Ray runtime started" in log.read_text(), log.read_text)
         with pytest.MonkeyPatch.context() as patch:
-            # A Python for each group of workers that only watches for drained nodes;
-            # the lab's hosts are drained.
+            # A Python for each group of workers that only watches for drained
+            # nodes; the lab's hosts are drained.
             patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
             yield Cluster(
-                f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory
+                f"127.0.0.1:{gcs_port}",
+                f"http://127.0.0.1:{dashboard_port}",
+                directory,
             )
     finally:
         family = [
@@ -88,12 +90,16 @@ def driver(cluster):
 
 @pytest.fixture(autouse=True)
 def _cluster_given_back(request):
-    """What a test leaves reserved would let the next ones wait forever, and nobody
-    would know why.
+    """What a test leaves reserved would let the next ones wait forever, and
+    nobody would know why.
     """
     yield
     ray = sys.modules.get("ray")
-    if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
+    if (
+        "driver" in request.fixturenames
+        and ray is not None
+        and ray.is_initialized()
+    ):
         until(
             lambda: (
                 ray.available_resources().get("CPU", 0.0)

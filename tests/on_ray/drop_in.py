@@ -36,23 +36,30 @@ LEFT = []
 
 
 def leaks(config):
-    """Leaves behind what its configuration says; reports what it found."""
+    """Leaves behind what its configuration says; reports what it found, and
+    how many rows it was given.
+    """
     found = [
         torch.get_default_dtype() == torch.float64,
         "LEFT_HERE" in os.environ,
         torch.add is not ADD,
         *LEFT,
     ]
-    if config["leaves"] == "state":
+    if config["case"] == "leaks":
         torch.set_default_dtype(torch.float64)
         os.environ["LEFT_HERE"] = "1"
         torch.add = lambda *args: 0
         LEFT.append(1)
-    elif config["leaves"] == "thread":
         threading.Thread(
             target=time.sleep, args=(600,), name="left here", daemon=True
         ).start()
-    ray.train.report({"found": sum(map(bool, found)), "process": os.getpid()})
+    ray.train.report(
+        {
+            "found": sum(map(bool, found)),
+            "rows": len(config["rows"]),
+            "process": os.getpid(),
+        }
+    )
 
 
 ADD = torch.add
@@ -68,19 +75,14 @@ class Noting(UserCallback):
         self.heard.append(len(metrics))
 
 
-def counts(config):
-    """Reports how many rows it was given."""
-    ray.train.report({"found": len(config["rows"])})
-
-
 BEST = 4.0
 DRIVEN = []
 """The trials whose driver has run in this process."""
 
 
 def slow(config):
-    """Reports a line of its own slope, so that a scheduler knows early; the others
-    begin when the best is half done.
+    """Reports a line of its own slope, so that a scheduler knows early; the
+    others begin when the best is half done.
     """
     half_done = Path(config["directory"], "half-done")
     is_best = config["slope"] == BEST
@@ -92,19 +94,35 @@ def slow(config):
         time.sleep(
             0.01 if is_best else 0.2 if step < 20 else 10.0
         )  # minutes in which to hear that it is to stop
-        ray.train.report({"score": step * config["slope"], "process": os.getpid()})
+        ray.train.report(
+            {"score": step * config["slope"], "process": os.getpid()}
+        )
+
+
+FAILS = {"retried": 1, "failed": 2, "whole": -1}
+
+
+def cases(config):
+    """Fails, or leaks, as its configuration says."""
+    if (case := config["case"]) in FAILS:
+        lane_functions.train({**config, "fails": FAILS[case]})
+    else:
+        leaks(config)
 
 
 SWEEPS = {
     "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
-    "fails": (
-        train,
+    "cases": (
+        cases,
         1,
-        {"lr": 1e-2, "batch_size": 16, "shuffle": True, "fails": [1, 2, -1]},
+        {
+            "lr": 1e-2,
+            "batch_size": 64,
+            "shuffle": True,
+            "case": [*FAILS, "leaks", "clean"],
+        },
     ),
-    "leaks": (leaks, 1, {"leaves": ["state", "thread", "no"]}),
     "stops": (slow, 1, {"slope": [BEST, 0.5]}),
-    "given": (counts, 1, {"lr": 1e-2}),
 }
 """The training function, its workers, and the grid of its configuration."""
 
@@ -124,7 +142,7 @@ def sweep(name, storage):
                 storage_path=storage,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
                 failure_config=ray.train.FailureConfig(
-                    max_failures=int(config.get("fails") == 1)
+                    max_failures=int(config.get("case") == "retried")
                 ),
                 callbacks=[TuneReportCallback(), callback],
             ),
@@ -142,7 +160,7 @@ def sweep(name, storage):
         return driver({**config, "rows": rows})
 
     trainable: Any = driver
-    if name == "given":
+    if name == "cases":
         trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 1000)
     scheduler = ray.tune.schedulers.ASHAScheduler(
         max_t=40, grace_period=4, reduction_factor=2
@@ -156,20 +174,29 @@ def sweep(name, storage):
         trainable,
         param_space={"directory": storage}
         | {
-            key: ray.tune.grid_search(value) if isinstance(value, list) else value
+            key: ray.tune.grid_search(value)
+            if isinstance(value, list)
+            else value
             for key, value in values.items()
         },
         tune_config=ray.tune.TuneConfig(**judged),
-        run_config=ray.tune.RunConfig(name=name, storage_path=storage, verbose=0),
+        run_config=ray.tune.RunConfig(
+            name=name, storage_path=storage, verbose=0
+        ),
     )
     trials = []
     for result in tuner.fit():
         table = result.metrics_dataframe
-        rows = [] if table is None else json.loads(table.to_json(orient="records"))
+        rows = (
+            []
+            if table is None
+            else json.loads(table.to_json(orient="records"))
+        )
         keys = (
             "loss",
             "epoch",
             "found",
+            "rows",
             "process",
             "score",
             "heard",
@@ -178,7 +205,8 @@ def sweep(name, storage):
             "driven",
         )
         kept = [
-            {key: row[key] for key in keys if row.get(key) is not None} for row in rows
+            {key: row[key] for key in keys if row.get(key) is not None}
+            for row in rows
         ]
         trials.append(
             {
@@ -188,14 +216,21 @@ def sweep(name, storage):
             }
         )
     shown = [
-        actor.repr_name for actor in actors() if actor.repr_name.startswith(f"{name}, ")
+        actor.repr_name
+        for actor in actors()
+        if actor.repr_name.startswith(f"{name}, ")
     ]
     said = [
         task
         for task in tasks()
         if task.startswith(f"{name}, lane ") and ": trial " in task
     ]
-    return {"trials": trials, "restarts": tuner.restarts, "shown": shown, "said": said}
+    return {
+        "trials": trials,
+        "restarts": tuner.restarts,
+        "shown": shown,
+        "said": said,
+    }
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from trainers.on_ray.internals import own_node
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:
-    """Of the cluster that this process has joined: other clusters may run on this
-    machine.
+    """Of the cluster that this process has joined: other clusters may run on
+    this machine.
     """
     import ray
     from ray.util.state import list_actors
@@ -37,14 +37,20 @@ def tasks() -> list[str]:
     from ray.util.state import list_tasks
 
     found = list_tasks(
-        ray.get_runtime_context().gcs_address, limit=10_000, timeout=300, detail=True
+        ray.get_runtime_context().gcs_address,
+        limit=10_000,
+        timeout=300,
+        detail=True,
     )
-    return [task.name for task in sorted(found, key=lambda task: task.creation_time_ms)]
+    return [
+        task.name
+        for task in sorted(found, key=lambda task: task.creation_time_ms)
+    ]
 
 
 def await_end_of_trials() -> None:
-    """Until the actors of a killed driver are gone, which may still have written a
-    record.
+    """Until the actors of a killed driver are gone, which may still have
+    written a record.
     """
     kinds = {"Mailbox", "ResourceTrainable", "RayTrainWorker"}
     until(
@@ -59,17 +65,17 @@ def await_end_of_trials() -> None:
 
 
 def listening() -> dict[str, list[str]]:
-    """The processes of this cluster that accept connections, by the addresses on which
-    they do.
+    """The processes of this cluster that accept connections, by the addresses
+    on which they do.
     """
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for one in process.net_connections("inet"):
                 if one.status == psutil.CONN_LISTEN:
-                    found.setdefault(one.laddr.ip.removeprefix("::ffff:"), []).append(
-                        process.name()
-                    )
+                    found.setdefault(
+                        one.laddr.ip.removeprefix("::ffff:"), []
+                    ).append(process.name())
     return found
 
 

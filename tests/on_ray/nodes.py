@@ -35,8 +35,8 @@ class Node:
 
 @contextlib.contextmanager
 def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
-    """A node that has joined the cluster; it has left it at the end, or Ray would still
-    use it for half a minute.
+    """A node that has joined the cluster; it has left it at the end, or Ray
+    would still use it for half a minute.
     """
     known = _alive(driver)
     # fmt: off

@@ -10,6 +10,7 @@ import sys
 import pytest
 import yaml
 
+from tests.commands.test_output import records_of
 from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import run
 from tests.specs import REPOSITORY
@@ -42,10 +43,10 @@ def write(directory, train, **keys):
 
 
 def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
-    tmp_path, cluster, driver, monkeypatch, capsys
+    tmp_path, cluster, driver, monkeypatch, capsys, command
 ):
-    """One rank of two runs out of memory in a place; the driver is killed amid that,
-    and `resume` goes on.
+    """One rank of two runs out of memory in a place; the driver is killed amid
+    that, and `resume` goes on, and tells in JSON.
     """
     note = tmp_path / "note"
     file = write(
@@ -64,19 +65,38 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     killed = start([file], cluster)
     trials = tmp_path / "sweep" / "trials"
     # A record that is being written lies beside its place.
-    until(lambda: [*trials.glob("*.json")], "a record", process=killed, every_s=0.01)
+    until(
+        lambda: [*trials.glob("*.json")],
+        "a record",
+        process=killed,
+        every_s=0.01,
+    )
     kill(killed)
     before = {path.name: path.read_text() for path in trials.glob("*.json")}
     begun = note.read_text()
     monkeypatch.setattr(
         "trainers.on_ray.cluster.disconnect", lambda: None
     )  # this process stays in the cluster
-    assert tune(["resume", str(tmp_path / "sweep")]) == 0
+    done = command(
+        "-m tune resume",
+        str(tmp_path / "sweep"),
+        "--json",
+        ray_address=cluster.address,
+        forked=True,
+    )
+    assert done.code == 0, done.err
+    *told, result = records_of(done)
+    assert tune(["report", str(tmp_path / "sweep"), "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{result['answer']}\n"
+    assert tune(["report", str(tmp_path / "sweep")]) == 0
     said = capsys.readouterr().out
 
     spec = read_sweep(file, {})
     records = {
-        (r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r
+        (
+            r.config["batch_size_per_worker"],
+            r.config["train_loop_config.place"],
+        ): r
         for r in journal(spec)
     }
     assert len(records) == 6
@@ -101,8 +121,13 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
         for one in ended
     }
     again = note.read_text().removeprefix(begun).split()
-    assert not ended_names.intersection(again), "only what had not finished runs"
+    assert not ended_names.intersection(again), (
+        "only what had not finished runs"
+    )
     assert "Batch 32 a worker, place backward: loss" in said
+    assert result["status"] == "done"
+    assert result["trials"] == {"done": 2, "out_of_memory": 4}
+    assert [one["record"] for one in told] == ["trial"] * (6 - len(before))
     assert names(tmp_path / "sweep" / "lanes" / "*") == []
 
     interrupted = signal.getsignal(signal.SIGINT)
@@ -147,8 +172,8 @@ def journal(spec):
 
 
 def test_retries_targets_and_functions_of_tune(tmp_path, driver):
-    """One lane of one worker: a trial that failed goes on from its checkpoint, and one
-    at its target ends there.
+    """One lane of one worker: a trial that failed goes on from its checkpoint,
+    and one at its target ends there.
     """
     file = write(
         tmp_path,
@@ -169,7 +194,10 @@ def test_retries_targets_and_functions_of_tune(tmp_path, driver):
     spec = read_sweep(file, {})
     records = run(spec)
     shown = ("train_loop_config.fails", "train_loop_config.lr", "train_func")
-    by_key = {tuple(record.config[key] for key in shown): record for record in records}
+    by_key = {
+        tuple(record.config[key] for key in shown): record
+        for record in records
+    }
     assert {record.status for record in records} == {"done"}, [
         record.message for record in records
     ]
@@ -178,7 +206,8 @@ def test_retries_targets_and_functions_of_tune(tmp_path, driver):
         for record in records
     )
     whole, retried = (
-        rows(by_key[fails, 0.01, "tests.lane_functions:train"]) for fails in (-1, 1)
+        rows(by_key[fails, 0.01, "tests.lane_functions:train"])
+        for fails in (-1, 1)
     )
     assert [row["epoch"] for row in whole] == [0, 1, 2]
     assert retried == whole
@@ -186,7 +215,11 @@ def test_retries_targets_and_functions_of_tune(tmp_path, driver):
     assert len(at_target.curve) < 3
     assert at_target.metrics["loss"] <= 0.5
     assert at_target.time_to_target_s == at_target.curve[-1]["train_time_s"]
-    of_tune = [record for record in records if "by_tune" in record.config["train_func"]]
+    of_tune = [
+        record
+        for record in records
+        if "by_tune" in record.config["train_func"]
+    ]
     assert all(len(record.curve) == 1 for record in of_tune), (
         "the first report is at the target"
     )
@@ -197,5 +230,6 @@ def test_retries_targets_and_functions_of_tune(tmp_path, driver):
 
 def rows(record):
     return [
-        {key: row[key] for key in ("step", "epoch", "loss")} for row in record.curve
+        {key: row[key] for key in ("step", "epoch", "loss")}
+        for row in record.curve
     ]

@@ -14,7 +14,11 @@ def jobs_of(cluster, directory):
     from ray.job_submission import JobSubmissionClient
 
     found = JobSubmissionClient(cluster.dashboard).list_jobs()
-    return [job for job in found if (job.metadata or {}).get("sweep") == str(directory)]
+    return [
+        job
+        for job in found
+        if (job.metadata or {}).get("sweep") == str(directory)
+    ]
 
 
 @pytest.mark.full
@@ -22,16 +26,16 @@ def test_as_a_ray_job(cluster, tmp_path, command):
     # fmt: off
     done = command(
         "job", "submit", "--address", cluster.dashboard, "--working-dir . -- python -m tune examples/digits/sweep.yaml --storage_path", str(tmp_path),
-        "--space.global_batch_size", "[64, 128]", "--space.precision [fp32] --train.epochs 4 --objective.target", "{val_accuracy: 0.9}",
+        "--space.global_batch_size", "[64, 128]", "--space.precision [fp32] --train.epochs 4 --finalists 0 --objective.target", "{val_accuracy: 0.9}",
         program=(str(Path(sys.executable).parent / "ray"),),
     )
     # fmt: on
     assert done.code == 0, done.out + done.err
     assert "digits-sweep: 2 trials" in done.out
     assert "trial 2/2" in done.out
-    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())["best"][
-        "id"
-    ]
+    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())[
+        "best"
+    ]["id"]
 
     [job] = jobs_of(cluster, tmp_path / "digits-sweep")
     assert job.type == "SUBMISSION"
@@ -50,6 +54,6 @@ def test_as_a_ray_job(cluster, tmp_path, command):
         for path in directories
     ]
     assert max(sizes) < 5 * 2**20
-    # best.yaml of a job names its task's directory relative to the job's package, so
-    # that the next job finds it.
+    # best.yaml of a job names its task's directory relative to the job's
+    # package, so that the next job finds it.
     assert "task_dir: ." in (tmp_path / "digits-sweep/best.yaml").read_text()

@@ -1,5 +1,5 @@
-"""Lanes follow the cluster: one more when a node comes, its trial goes elsewhere when
-that node leaves. What they reserve is freed.
+"""Lanes follow the cluster: one more when a node comes, its trial goes
+elsewhere when that node leaves. What they reserve is freed.
 """
 
 import pytest
@@ -21,7 +21,9 @@ def test_a_node_comes_and_goes(tmp_path, cluster, driver):
         "company_from": 6,
     }  # however long the second lane takes to start
     space = {"seed": list(range(12)), "task_args": [task_args]}
-    spec = sweep(tmp_path, space, {"scaling": {"cpus_per_worker": 2}}, lanes="auto")
+    spec = sweep(
+        tmp_path, space, {"scaling": {"cpus_per_worker": 2}}, lanes="auto"
+    )
 
     def lanes():
         return set(pids.read_text().split()) if pids.exists() else set()

@@ -51,7 +51,10 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
         "storage_path": str(tmp_path),
         "train": str(REPOSITORY / "examples/digits/train.yaml"),
         "space": {"global_batch_size": [64, 128]},
-        "objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.9}},
+        "objective": {
+            "metric": "time_to_target",
+            "target": {"val_accuracy": 0.9},
+        },
         "finalists": 0,
     }
     file = tmp_path / "sweep.yaml"
@@ -78,7 +81,9 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
             await agent("start", **start)
             assert "runs already" in await agent.refused("start", **start)
             # While it writes its report, or ends.
-            await agent.until(lambda seen: seen["trials"] == {"done": 2}, **directory)
+            await agent.until(
+                lambda seen: seen["trials"] == {"done": 2}, **directory
+            )
             before = trials(tmp_path)
             more = {SIZES: [64, 128, 256], "budget.usd": 0.25}
             await agent("extend", **directory, settings=more)
@@ -93,10 +98,11 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
 
             five = {SIZES: [32, 64, 128, 256, 512], "budget.usd": 0.25}
             said = await agent.refused("extend", **directory, settings=five)
-            assert said.startswith("`budget.trials` is 5, but must be at most 4")
+            assert said.startswith("`budget.trials` must be at most 4, ")
+            assert "the sweep has 5 trials" in said
             dear = {"budget.usd": 0.75}
             said = await agent.refused("extend", **directory, settings=dear)
-            assert said.startswith("`budget.usd` is 0.75, but must be at most 0.5")
+            assert said.startswith("`budget.usd: 0.75` must be at most 0.5")
             [trial, *_] = trials(tmp_path)
             explained = await agent("explain", **directory, trial=trial)
             assert explained["trial"]["status"] == "done"

@@ -1,5 +1,5 @@
-"""docs/migrate.md on Ray: what its diffs make sweeps, and gives what the script before
-it did.
+"""docs/migrate.md on Ray: what its diffs make sweeps, and gives what the
+script before it did.
 """
 
 import ast
@@ -34,23 +34,30 @@ def test_ray_train(tmp_path, driver, monkeypatch):
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    found = reported(as_user(tmp_path, "Ray Train and Tune", monkeypatch), "loss")
+    found = reported(
+        as_user(tmp_path, "Ray Train and Tune", monkeypatch), "loss"
+    )
     train = runpy.run_path(
         str(tmp_path / migrations.before("Ray Train and Tune", tmp_path))
     )["train"]
     local = ray.train.ScalingConfig(num_workers=0)  # in this process
     runs = {
-        lr: TorchTrainer(train, train_loop_config={"lr": lr}, scaling_config=local)
+        lr: TorchTrainer(
+            train, train_loop_config={"lr": lr}, scaling_config=local
+        )
         for lr in (0.001, 0.01)
     }
-    assert found == {lr: (run.fit().metrics or {})["loss"] for lr, run in runs.items()}
+    assert found == {
+        lr: (run.fit().metrics or {})["loss"] for lr, run in runs.items()
+    }
 
 
 def test_accelerate(tmp_path, driver, monkeypatch, capsys):
     found = reported(as_user(tmp_path, "Accelerate", monkeypatch), "loss")
     capsys.readouterr()
     runpy.run_path(
-        str(tmp_path / migrations.before("Accelerate", tmp_path)), run_name="__main__"
+        str(tmp_path / migrations.before("Accelerate", tmp_path)),
+        run_name="__main__",
     )
     assert (
         found[0.01]
@@ -66,15 +73,16 @@ def test_optuna(tmp_path, driver, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
     spec = read_sweep(
-        str(tmp_path / "sweep.yaml"), {"storage_path": str(tmp_path), "lanes": 1}
+        str(tmp_path / "sweep.yaml"),
+        {"storage_path": str(tmp_path), "lanes": 1, "budget.trials": 3},
     )
     prepare(spec, fresh=False)
     records = run_sweep(spec)
     monkeypatch.delitem(sys.modules, "task", raising=False)
-    assert len(records) == 6
-    objective = runpy.run_path(str(tmp_path / migrations.before("Optuna", tmp_path)))[
-        "objective"
-    ]
+    assert len(records) == 3
+    objective = runpy.run_path(
+        str(tmp_path / migrations.before("Optuna", tmp_path))
+    )["objective"]
     for record in (record for record in records if record.status == "done"):
         names = {
             "lr": "optimizer.lr",

@@ -1,5 +1,5 @@
-"""Sweeps in their users' hands: extended, stopped, cloned, in another order; nothing is
-trained twice.
+"""Sweeps in their users' hands: extended, stopped, cloned, in another order;
+nothing is trained twice.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import pytest
 
 from tests.on_ray.embedded import actors
 from tests.on_ray.test_lanes import rows, run, sweep
+from tests.on_ray.test_lanes_boundary import failures, known
+from tests.on_ray.test_sweep_faults import ended as sentence
 from tests.on_ray.test_sweep_faults import kill
 from tests.specs import evaluations, make
 from tests.unit.test_extension import record as ended
@@ -35,8 +37,9 @@ def count(file):
     return len(file.read_text().split()) if file.exists() else 0
 
 
-def train(steps, gate, waits_in=5):
+def train(steps, gate, waits_in=5, **memory):
     args = {"steps": str(steps), "gate": str(gate), "waits_in": waits_in}
+    args |= memory
     checkpoint = {"every_steps": 5, "keep": 1}
     return {
         "task": "tests.lane_tasks:Counted",
@@ -56,37 +59,61 @@ def unbroken(tmp_path, seed, **changes):
 def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
     tmp_path, driver
 ):
+    """Nor does any run out of memory after the first."""
     from tune.sweeps._run import run_sweep
 
+    memory = {"fp32_fits": 10, "log": str(tmp_path / "oom")}
     steps = tmp_path / "steps"
     gate = tmp_path / "gate"
     gate.touch()  # for the first trial; the second waits in its twelfth step
     spec = sweep(
         tmp_path,
         {"seed": [1, 2, 3]},
-        train(steps, gate, waits_in=12),
+        train(steps, gate, waits_in=12, **memory),
         budget={"trials": 2},
     )
     thread = when(lambda: count(steps) >= 37, lambda: kill("Mailbox"))
-    with pytest.raises(PacelineError):
+    with pytest.raises(PacelineError) as error:
         run(spec)
     thread.join()
+    sentence(error.value, spec)
+    met = failures(tmp_path)
+    assert met == {"fp32": 2}, "24 and 12"
     assert count(steps) == 37
     gate.mkdir()
 
-    keys = {"space.seed": [1, 2, 3, 4], "budget.trials": 4, "train.max_steps": 50}
+    keys = {
+        "space.seed": [1, 2, 3, 4],
+        "budget.trials": 4,
+        "train.max_steps": 50,
+    }
     longer = order_extension(spec.uri, keys)
-    assert apply_extension(longer) == 0, "the only one that had ended is to be longer"
+    assert apply_extension(longer) == 0, (
+        "the only one that had ended is to be longer"
+    )
     assert {record.status for record in run_sweep(longer)} == {"done"}
     assert 200 <= count(steps) <= 200 + 7, (
         "of the second's twelve steps its checkpoints had five at least"
     )
     records = {
-        record.config["seed"]: record for record in Journal(spec.storage).records()
+        record.config["seed"]: record
+        for record in Journal(spec.storage).records()
     }
     assert records.keys() == {1, 2, 3, 4}
+    assert failures(tmp_path) == met
+    [learned] = known(tmp_path).to_plain().values()
+    assert (max(learned["fits"]), learned["misfit"]) == (8, 12)
+    for seed in (3, 4):
+        spent = records[seed].spent
+        assert min(spent.starting_s, spent.training_s) > 0
+        assert spent.starting_s + spent.training_s < spent.total_s
+        assert sum(spent.phases_s.values()) == pytest.approx(spent.total_s)
+        assert spent.began + spent.total_s <= records[seed].end_time
     for seed in (1, 2, 3):  # which was done, which was cut off, which is new
-        assert rows(records[seed].curve) == unbroken(tmp_path, seed, max_steps=50)
+        alone = train(tmp_path / "alone", tmp_path, **memory)
+        assert rows(records[seed].curve) == unbroken(
+            tmp_path, seed, **alone | {"max_steps": 50}
+        )
 
     target = {
         "objective.metric": "time_to_target",
@@ -95,7 +122,9 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
     }
     result = run_to_answer(order_extension(spec.uri, target), False, False)
     assert count(steps) <= 207
-    assert all(record.time_to_target_s is not None for record in result.records)
+    assert all(
+        record.time_to_target_s is not None for record in result.records
+    )
     assert "val_accuracy 0.5" in result.answer.text
 
 
@@ -165,7 +194,9 @@ def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
         order_extension(spec.uri, {"train.max_steps": 30})
         until(lambda: has_said(caplog, "by hand: extend"), "the driver's word")
         gate.mkdir()
-        until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
+        until(
+            lambda: Journal(spec.storage).find(ids[1]), "the end of the first"
+        )
         steer(spec.uri, "clone", ids[1])
         steer(spec.uri, "go-on")
 
@@ -215,7 +246,16 @@ def test_a_hundred_actions_on_a_running_sweep_with_kills_in_between(
     spec = sweep(tmp_path, {"seed": seeds}, task, lanes=2)
     prepare(spec, fresh=False)
     rng = random.Random(seed)
-    kinds = ("stop", "first", "first", "clone", "clone", "pause", "go-on", "go-on")
+    kinds = (
+        "stop",
+        "first",
+        "first",
+        "clone",
+        "clone",
+        "pause",
+        "go-on",
+        "go-on",
+    )
     done: list[str] = []
 
     def use():
@@ -250,12 +290,16 @@ def test_a_hundred_actions_on_a_running_sweep_with_kills_in_between(
     assert len(records) == len(found)
     planned = {trial_id({"seed": number}) for number in seeds}
     assert records.keys() == planned | wanted.clones.keys()
-    stopped = {name for name, each in records.items() if each.status == "stopped"}
+    stopped = {
+        name for name, each in records.items() if each.status == "stopped"
+    }
     assert stopped <= wanted.stopped
     whole = [each for each in found if each.status == "done"]
     assert len(whole) + len(stopped) == len(found)
     curves = {
-        number: unbroken(tmp_path, number, max_steps=300, evaluate__every_steps=20)
+        number: unbroken(
+            tmp_path, number, max_steps=300, evaluate__every_steps=20
+        )
         for number in seeds
     }
     for record in whole:

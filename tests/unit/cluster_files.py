@@ -1,5 +1,5 @@
-"""Changes to cluster files: the tests make broken variants of the shipped ones with
-these.
+"""Changes to cluster files: the tests make broken variants of the shipped ones
+with these.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,9 @@ def shipped(name: str) -> Tree:
     """A shipped file, without YAML's aliases: a change is of one place,
     not of all its aliases.
     """
-    text = (REPOSITORY / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (REPOSITORY / "cluster" / f"{name}.yaml").read_text(
+        encoding="utf-8"
+    )
     return yaml.safe_load(yaml.dump(yaml.safe_load(text), Dumper=_NoAliases))
 
 

@@ -1,5 +1,5 @@
-"""Hand-made records of a sweep over batch size and precision, for the tests of its
-answer, report and figures.
+"""Hand-made records of a sweep over batch size and precision, for the tests of
+its answer, report and figures.
 """
 
 import math
@@ -26,8 +26,8 @@ SPACE = {
     "global_batch_size": [32, 64, 128, 256, 512],
     "precision": ["fp32", "bf16", "fp16"],
 }
-# batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the target (None:
-# not reached)
+# batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the
+# target (None: not reached)
 DONE = [
     (32, "fp32", 4120.0, 310, 0.9791, 0.071, 4.31),
     (32, "bf16", 4890.0, 246, 0.9777, 0.074, 4.02),
@@ -41,11 +41,17 @@ DONE = [
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
-    objective = {"metric": metric, "target": {"val_accuracy": 0.97}} | changes.pop(
-        "objective", {}
-    )
+    objective = {
+        "metric": metric,
+        "target": {"val_accuracy": 0.97},
+    } | changes.pop("objective", {})
     return SweepConfig.model_validate(
-        {"name": "digits-sweep", "train": TRAIN, "space": SPACE, "objective": objective}
+        {
+            "name": "digits-sweep",
+            "train": TRAIN,
+            "space": SPACE,
+            "objective": objective,
+        }
         | changes
     )
 
@@ -97,9 +103,15 @@ def done() -> list[TrialRecord]:
             },
             curve=curve(accuracy, loss, 43110 / rate, 2 + batch / 64),
         )
-        for number, (batch, precision, rate, mib, accuracy, loss, time_s) in enumerate(
-            DONE
-        )
+        for number, (
+            batch,
+            precision,
+            rate,
+            mib,
+            accuracy,
+            loss,
+            time_s,
+        ) in enumerate(DONE)
     ]
 
 
@@ -126,7 +138,11 @@ def failed() -> list[TrialRecord]:
             step_time_s=0.001,
             peak_memory_bytes=300 * 2**20,
             time_to_target_s=0.1,
-            metrics={"train_loss": math.nan, "val_loss": math.nan, "val_accuracy": 1.0},
+            metrics={
+                "train_loss": math.nan,
+                "val_loss": math.nan,
+                "val_accuracy": 1.0,
+            },
             curve=[
                 *curve(0.95, 0.2, 5.0, 3)[:8],
                 {"train_time_s": 1.5, "val_accuracy": math.nan},

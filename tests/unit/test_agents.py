@@ -13,7 +13,9 @@ from trainers.config.train import TrainConfig
 from trainers.errors import STATUSES
 from tune.config import SweepConfig
 
-TEXTS = {name: (REPOSITORY / name).read_text() for name in ("AGENTS.md", "llms.txt")}
+TEXTS = {
+    name: (REPOSITORY / name).read_text() for name in ("AGENTS.md", "llms.txt")
+}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -25,13 +27,15 @@ def test_it_is_short_and_its_links_are_there(name):
 
 
 def test_llms_txt_has_the_form_that_its_readers_expect():
-    """llmstxt.org: a title, a summary in quotes, and sections of links with a few words
-    each.
+    """llmstxt.org: a title, a summary in quotes, and sections of links with a
+    few words each.
     """
     title, summary, *_ = TEXTS["llms.txt"].split("\n\n")
     assert title.startswith("# ")
     assert all(line.startswith("> ") for line in summary.splitlines())
-    _, *sections = re.split(r"^## .+\n\n", TEXTS["llms.txt"], flags=re.MULTILINE)
+    _, *sections = re.split(
+        r"^## .+\n\n", TEXTS["llms.txt"], flags=re.MULTILINE
+    )
     for section in sections:
         assert all(
             re.fullmatch(r"- \[[^]]+\]\([^)]+\): .+", line)
@@ -42,7 +46,9 @@ def test_llms_txt_has_the_form_that_its_readers_expect():
 def test_every_command_of_the_agents_page_is_run():
     found = blocks("AGENTS.md")
     assert all(
-        block.fate(command) is None for block in found for command in block.commands
+        block.fate(command) is None
+        for block in found
+        for command in block.commands
     )
     assert [block.name for block in found if block.name] == [
         "task.py",
@@ -52,7 +58,11 @@ def test_every_command_of_the_agents_page_is_run():
 
 
 def test_the_words_of_the_agents_page_are_those_of_the_product():
-    keys = {key for model in (TrainConfig, SweepConfig) for key, *_ in entries(model)}
+    keys = {
+        key
+        for model in (TrainConfig, SweepConfig)
+        for key, *_ in entries(model)
+    }
     keys |= {key.partition(".")[0] for key in keys} | set(STATUSES)
     for word in (
         "lr_scaling",

@@ -1,5 +1,5 @@
-"""How often a sweep's answer claims what is not so, where the truth and the noise are
-known: no more than it says.
+"""How often a sweep's answer claims what is not so, where the truth and the
+noise are known: no more than it says.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ LEVEL = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What measures a configuration: seeds differ, other work takes processors,
-    evaluations are some time apart.
+    """What measures a configuration: seeds differ, other work takes
+    processors, evaluations are some time apart.
     """
 
     spread: float
@@ -28,8 +28,8 @@ class Machine:
     pressure: float
     """The largest share of a run's time that other work may take."""
     between: float
-    """Time between two evaluations, as a share of the fastest configuration's time to
-    the target.
+    """Time between two evaluations, as a share of the fastest configuration's
+    time to the target.
     """
 
     def run(self, number, true_s, rng):
@@ -45,7 +45,11 @@ class Machine:
         ]
         settings = {"global_batch_size": SIZES[number], "precision": "fp32"}
         record = trial(
-            number, "done", settings, metrics={"val_accuracy": 0.98}, curve=curve
+            number,
+            "done",
+            settings,
+            metrics={"val_accuracy": 0.98},
+            curve=curve,
         )
         return dataclasses.replace(
             record,
@@ -71,8 +75,8 @@ def worlds(seed, count):
 @pytest.mark.parametrize("pressure", [0.0, 0.82])
 @pytest.mark.parametrize("between", [0.02, 2.0])
 def test_one_run_each_claims_no_more_than_it_shows(pressure, between):
-    """Who is first and who is next, by measured times: that the first is the faster of
-    them is claimed or not.
+    """Who is first and who is next, by measured times: that the first is the
+    faster of them is claimed or not.
     """
     machine = Machine(0.15, pressure, between)
     claims = 0
@@ -80,11 +84,13 @@ def test_one_run_each_claims_no_more_than_it_shows(pressure, between):
     made = 200
     for true_s, rng in worlds(1, made):
         records = [
-            machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)
+            machine.run(number, time_s, rng)
+            for number, time_s in enumerate(true_s)
         ]
         found = answer(config(), records)
         truth = {
-            record.id: time_s for record, time_s in zip(records, true_s, strict=True)
+            record.id: time_s
+            for record, time_s in zip(records, true_s, strict=True)
         }
         first, second = found.ranking[:2]
         if second not in found.equal:
@@ -97,7 +103,9 @@ def test_a_difference_that_is_there_is_claimed():
     machine = Machine(0.15, 0.1, 0.02)
     rng = random.Random(2)
     claims = sum(
-        not answer(config(), [machine.run(0, 1.0, rng), machine.run(1, 4.0, rng)]).equal
+        not answer(
+            config(), [machine.run(0, 1.0, rng), machine.run(1, 4.0, rng)]
+        ).equal
         for _ in range(100)
     )
     assert claims > 90
@@ -124,9 +132,9 @@ def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time():
 
 @pytest.mark.full
 def test_a_race_of_repeats_claims_no_more_than_it_shows():
-    """Who is called slower than the first, how much faster another may be, and whether
-    a sweep that is run again contradicts this one: names another as the fastest, where
-    neither calls both equal.
+    """Who is called slower than the first, how much faster another may be, and
+    whether a sweep that is run again contradicts this one: names another as
+    the fastest, where neither calls both equal.
     """
     machine = Machine(0.2, 0.0, 0.02)
     asked = config(finalists=4)
@@ -139,7 +147,8 @@ def test_a_race_of_repeats_claims_no_more_than_it_shows():
         sweeps = []
         for _ in range(2):
             records = [
-                machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)
+                machine.run(number, time_s, rng)
+                for number, time_s in enumerate(true_s)
             ]
             truth = {
                 record.id: (number, true_s[number])
@@ -162,10 +171,14 @@ def test_a_race_of_repeats_claims_no_more_than_it_shows():
             best_s = truth[found.ranking[0].id][1]
             slower = [final for final in found.finals if not final.equal]
             claims += bool(slower)
-            wrong += any(truth[final.record.id][1] < best_s for final in slower)
+            wrong += any(
+                truth[final.record.id][1] < best_s for final in slower
+            )
             assert found.most_ahead is not None
             ahead += best_s / min(true_s) > found.most_ahead
-            sweeps.append((found.ranking[0].id, {final.record.id for final in slower}))
+            sweeps.append(
+                (found.ranking[0].id, {final.record.id for final in slower})
+            )
         (first, slower_1), (again_1, slower_2) = sweeps
         contradicted += again_1 in slower_1 and first in slower_2
     assert wrong <= LEVEL * 2 * made

@@ -1,5 +1,5 @@
-"""Copies of the state in host memory, which a checkpoint in the background is written
-from.
+"""Copies of the state in host memory, which a checkpoint in the background is
+written from.
 """
 
 import io
@@ -11,8 +11,8 @@ from trainers.checkpoint.store import HostCopy
 
 
 def test_a_copy_is_saved_as_the_original_would_be():
-    """Ties, views, layouts, dtypes and the versions of modules: a file from the copy is
-    the file of the original.
+    """Ties, views, layouts, dtypes and the versions of modules: a file from
+    the copy is the file of the original.
     """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
         memory_format=torch.channels_last
@@ -32,7 +32,9 @@ def test_a_copy_is_saved_as_the_original_would_be():
         "empty": torch.empty(0),
     }
     files = [io.BytesIO(), io.BytesIO()]
-    for file, content in zip(files, (state, HostCopy().take(state)), strict=True):
+    for file, content in zip(
+        files, (state, HostCopy().take(state)), strict=True
+    ):
         torch.save(content, file)
         file.seek(0)
     assert files[0].getbuffer().nbytes == files[1].getbuffer().nbytes
@@ -40,7 +42,8 @@ def test_a_copy_is_saved_as_the_original_would_be():
     assert str(original) == str(copied)
     assert copied["model"]._metadata == original["model"]._metadata
     assert (
-        copied["model"]["0.weight"].stride() == original["model"]["0.weight"].stride()
+        copied["model"]["0.weight"].stride()
+        == original["model"]["0.weight"].stride()
     )
     ours, theirs = copied["task"]["tied"]
     assert ours.data_ptr() == theirs.data_ptr()
@@ -53,7 +56,11 @@ def test_a_copy_is_not_touched_by_what_training_does_next():
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     copied = HostCopy().take(
-        {"model": layer.state_dict(), "optimizer": optimizer.state_dict(), "task": task}
+        {
+            "model": layer.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "task": task,
+        }
     )
     before = str(copied)
     optimizer.step()

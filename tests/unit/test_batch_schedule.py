@@ -1,5 +1,5 @@
-"""Which step has how many samples where the batch size changes: against a plain count,
-and on any number of workers.
+"""Which step has how many samples where the batch size changes: against a
+plain count, and on any number of workers.
 """
 
 import random
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 
 from tests.specs import kept_result
 from tests.unit.test_ema import states
@@ -20,7 +22,12 @@ from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
-from trainers.model.optimizer import build_optimizer, built_lr, lr_factor, lr_scale
+from trainers.model.optimizer import (
+    build_optimizer,
+    built_lr,
+    lr_factor,
+    lr_scale,
+)
 from trainers.storage import Storage
 
 Counted = tuple[int, int, int, int, int, int]
@@ -31,7 +38,9 @@ def counted(sizes, length, drop_last, steps):
     """The steps of a run, one after another."""
     epoch = number = start = sample = 0
     while steps:
-        size = next(size for until, size in sizes if until is None or sample < until)
+        size = next(
+            size for until, size in sizes if until is None or sample < until
+        )
         stop = min(start + size, length)
         if drop_last and stop - start < size:
             epoch = epoch + 1
@@ -39,7 +48,12 @@ def counted(sizes, length, drop_last, steps):
             start = 0
             continue
         until = next(
-            (until for until, _ in sizes if until is not None and sample < until), None
+            (
+                until
+                for until, _ in sizes
+                if until is not None and sample < until
+            ),
+            None,
         )
         if not drop_last and until is not None:
             stop = min(stop, start + until - sample)
@@ -53,8 +67,8 @@ def counted(sizes, length, drop_last, steps):
 
 
 def drawn(seed):
-    """A schedule of up to five sizes, growing or not, over epochs that are shorter or
-    longer than it.
+    """A schedule of up to five sizes, growing or not, over epochs that are
+    shorter or longer than it.
     """
     draw = random.Random(seed)
     length = draw.randint(1, 200)
@@ -102,9 +116,9 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ([], "at least 1"),
-        ([{"until_samples": 80, "size": 8}], "holds to the end"),
-        ([{"size": 8}, {"size": 16}], "required in every entry but the last"),
+        ([], "1 or more entries"),
+        ([{"until_samples": 80, "size": 8}], "every entry except the last"),
+        ([{"size": 8}, {"size": 16}], "every entry except the last"),
         (
             [
                 {"until_samples": 80, "size": 8},
@@ -114,7 +128,7 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
             "counts from the start",
         ),
         ([{"until_samples": 80, "size": 0}, {"size": 32}], "at least 1"),
-        ([{"samples": 80, "size": 8}, {"size": 32}], "no such key"),
+        ([{"samples": 80, "size": 8}, {"size": 32}], "not a known key"),
     ],
 )
 def test_a_schedule_that_could_be_misread_is_refused(schedule, words):
@@ -181,12 +195,14 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     changes, tmp_path
 ):
     changes = CHANGING | changes
-    check_resume(
-        tmp_path, Tiny, 2, 4, 6, 9, **changes
-    )  # within each size, and where the first ends
+    # Within each size, and where the first ends.
+    cuts = (2, 4, 6, 9) if "lr_schedule" in changes else (4, 9)
+    check_resume(tmp_path, Tiny, *cuts, **changes)
     result = kept_result(tmp_path / "whole")
     rows = [
-        row for row in read_log(Storage(str(tmp_path / "cut"))) if "train_loss" in row
+        row
+        for row in read_log(Storage(str(tmp_path / "cut")))
+        if "train_loss" in row
     ]
     batches = BatchSchedule(
         tiny_config(**CHANGING).batch_sizes, 22, bool(changes.get("drop_last"))
@@ -217,7 +233,10 @@ class Watching(Tiny):
         self.weights = [model.state_dict()["0.weight"].clone()]
         made.register_step_pre_hook(
             lambda *_: self.seen.append(
-                tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+                tuple(
+                    group[name]
+                    for name in ("lr", "betas", "eps", "weight_decay")
+                )
             )
         )
         return made
@@ -225,7 +244,9 @@ class Watching(Tiny):
 
 def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path):
     task = Watching()
-    made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
+    made = tiny_config(
+        **CHANGING | SDE | {"lr_schedule": {"name": "constant"}}
+    )
     result = fit(task, made, Context(tmp_path))
     batches = BatchSchedule(made.batch_sizes, 22)
     alone = {}
@@ -242,11 +263,37 @@ def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path):
     for step, weight in enumerate(task.weights[1:]):
         kept = 0.9 ** (batches.size(step) / 5)
         average = kept * average + (1 - kept) * weight
-    torch.testing.assert_close(states(tmp_path)[-1]["model"]["0.weight"], average)
+    torch.testing.assert_close(
+        states(tmp_path)[-1]["model"]["0.weight"], average
+    )
 
 
 def test_a_run_does_not_go_on_under_another_schedule(tmp_path):
     run(tmp_path)
     other = [{"until_samples": 12, "size": 4}, *CHANGING["batch_schedule"][1:]]
-    with pytest.raises(CheckpointError, match="it was trained with batch_schedule"):
+    with pytest.raises(
+        CheckpointError, match="it was trained with batch_schedule"
+    ):
         run(tmp_path, batch_schedule=other)
+
+
+class Cycling(Watching):
+    """Its scheduler cycles the first of Adam's betas."""
+
+    def schedule(self, optimizer, config):
+        return OneCycleLR(optimizer, max_lr=0.05, total_steps=99)
+
+
+def test_with_sde_cycled_betas_are_adapted_to_each_size(tmp_path):
+    task = Cycling()
+    made = tiny_config(**CHANGING | SDE | {"lr_schedule": {}})
+    result = fit(task, made, Context(tmp_path))
+    batches = BatchSchedule(made.batch_sizes, 22)
+    plain = AdamW([nn.Parameter(torch.zeros(1))])
+    scheduler = task.schedule(plain, made)
+    for step, (_, betas, *_) in enumerate(task.seen[-result.steps :]):
+        (group,) = plain.param_groups
+        ratio = batches.size(step) / 5
+        assert betas == tuple(beta**ratio for beta in group["betas"])
+        plain.step()
+        scheduler.step()

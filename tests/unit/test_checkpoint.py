@@ -1,5 +1,5 @@
-"""Checkpoints on real files: round trip, retention, damage of every kind, strangers,
-and storage that fails.
+"""Checkpoints on real files: round trip, retention, damage of every kind,
+strangers, and storage that fails.
 """
 
 import contextlib
@@ -83,7 +83,9 @@ def test_what_is_saved_comes_back(tmp_path):
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path, keep):
     save(make(tmp_path, keep), 1, 2, 3, 4)
-    left = folder(tmp_path, 5) / "state.pt.01234567.tmp"  # by a writer that was killed
+    left = (
+        folder(tmp_path, 5) / "state.pt.01234567.tmp"
+    )  # by a writer that was killed
     left.parent.mkdir()
     left.touch()
     save(make(tmp_path, keep), 5)
@@ -94,8 +96,8 @@ def test_the_newest_are_kept(tmp_path, keep):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_one_just_written_is_never_deleted(tmp_path, keep):
-    """A damaged one of a later step may lie there: a run that was killed while it wrote
-    it, then resumed earlier.
+    """A damaged one of a later step may lie there: a run that was killed while
+    it wrote it, then resumed earlier.
     """
     save(make(tmp_path, 2), 10, 20)
     (folder(tmp_path, 20) / "manifest.json").unlink()
@@ -120,23 +122,29 @@ DAMAGES = {
     "no manifest": lambda where: (where / "manifest.json").unlink(),
     "empty manifest": lambda where: (where / "manifest.json").write_bytes(b""),
     "half a manifest": lambda where: truncate(where / "manifest.json"),
-    "manifest of another format": lambda where: edit_manifest(where, format=FORMAT + 1),
-    "manifest without its seal": lambda where: edit_manifest(where, seal=False),
+    "manifest of another format": lambda where: edit_manifest(
+        where, format=FORMAT + 1
+    ),
+    "manifest without its seal": lambda where: edit_manifest(
+        where, seal=False
+    ),
     "manifest of another step": lambda where: edit_manifest(where, step=3),
     "manifest of endlessly deep lists": lambda where: (
         where / "manifest.json"
     ).write_text("[" * 100_000),
     "truncated state": lambda where: truncate(where / "state.pt"),
     "flipped bit in the state": lambda where: flip_a_bit(where / "state.pt"),
-    "flipped bit in a rank's state": lambda where: flip_a_bit(where / "rank-00000.pt"),
+    "flipped bit in a rank's state": lambda where: flip_a_bit(
+        where / "rank-00000.pt"
+    ),
     "no state": lambda where: (where / "state.pt").unlink(),
     "no rank's state": lambda where: (where / "rank-00000.pt").unlink(),
 }
 
 
 def edit_manifest(where, **changes):
-    """Change keys of a manifest, None takes one away, and seal it again as whoever
-    changed it on purpose would.
+    """Change keys of a manifest, None takes one away, and seal it again as
+    whoever changed it on purpose would.
     """
     manifest = json.loads((where / "manifest.json").read_text())
     is_sealed = changes.pop("seal", True)
@@ -146,7 +154,9 @@ def edit_manifest(where, **changes):
         if value is not None and key != "seal"
     }
     (where / "manifest.json").write_bytes(
-        seal(manifest) if is_sealed else json.dumps(manifest, indent=2).encode()
+        seal(manifest)
+        if is_sealed
+        else json.dumps(manifest, indent=2).encode()
     )
 
 
@@ -189,8 +199,8 @@ def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path):
 
 
 def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
-    """Killed at every write in turn, of a step that is new or written again: whatever
-    is there then is either whole or not used.
+    """Killed at every write in turn, of a step that is new or written again:
+    whatever is there then is either whole or not used.
     """
     writes = 3  # state, rank, manifest
     for cut, step in itertools.product(range(writes), (1, 2)):
@@ -287,7 +297,10 @@ def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path):
 def test_storage_that_workers_do_not_share_is_noticed(tmp_path):
     class TwoRanks(Group):
         def gather(self, value):
-            return [value, ({"rank-00001.pt": {"bytes": 1, "sha256": ""}}, None)]
+            return [
+                value,
+                ({"rank-00001.pt": {"bytes": 1, "sha256": ""}}, None),
+            ]
 
         def first(self, value):
             return value

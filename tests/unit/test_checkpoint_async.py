@@ -1,5 +1,5 @@
-"""Checkpoints written while training goes on: equal to those written at once, whole or
-absent, and never in silence.
+"""Checkpoints written while training goes on: equal to those written at once,
+whole or absent, and never in silence.
 """
 
 import threading
@@ -37,15 +37,16 @@ class Gate:
 
 
 def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path):
-    """The end of a run writes at once: here that one is lost, so that what is resumed
-    was written in the background.
+    """The end of a run writes at once: here that one is lost, so that what is
+    resumed was written in the background.
     """
     stop_after = 7
     train(tmp_path / "unbroken")
     train(
         tmp_path / "broken",
         max_steps=15,
-        **ASYNC | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}},
+        **ASYNC
+        | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}},
     )
     for place in (tmp_path / "broken/checkpoints").iterdir():
         if int(place.name.removeprefix("step-")) > stop_after:
@@ -56,8 +57,8 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path):
 
 
 def test_training_goes_on_while_one_is_written(tmp_path, monkeypatch):
-    """The step in which a checkpoint is told lies after the step that it holds, and
-    every one is told once.
+    """The step in which a checkpoint is told lies after the step that it
+    holds, and every one is told once.
     """
     gate = Gate(monkeypatch)
     steps = []
@@ -78,7 +79,9 @@ def test_training_goes_on_while_one_is_written(tmp_path, monkeypatch):
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
     once = "trainers.loop._attempt.Attempt.is_due"
-    monkeypatch.setattr(once, lambda _, step, every: step == every.every_steps == 5)
+    monkeypatch.setattr(
+        once, lambda _, step, every: step == every.every_steps == 5
+    )
     fit(Watched(), config(**changes), context)
     told = [
         (metrics["step"], checkpoint)
@@ -92,7 +95,9 @@ def test_training_goes_on_while_one_is_written(tmp_path, monkeypatch):
     assert told[0][0] >= 20
 
 
-def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path, monkeypatch):
+def test_a_failed_write_ends_the_run_at_the_next_agreed_step(
+    tmp_path, monkeypatch
+):
     write = Archive.write
 
     def failing(archive, name, file, state):
@@ -102,7 +107,8 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path, monkeypat
 
     monkeypatch.setattr(Archive, "write", failing)
     with pytest.raises(
-        StorageError, match="step-000000000005 could not be written: injected: no room"
+        StorageError,
+        match="step-000000000005 could not be written: injected: no room",
     ):
         train(
             tmp_path,

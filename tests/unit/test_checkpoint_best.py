@@ -1,5 +1,5 @@
-"""The best checkpoint: which one it is, that it outlives pruning and resume, and that
-it is written when it is met.
+"""The best checkpoint: which one it is, that it outlives pruning and resume,
+and that it is written when it is met.
 """
 
 import json
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 
 
 class Scripted(Task):
-    """`val_score` is what the script says, evaluation by evaluation; the script is the
-    task's own state.
+    """`val_score` is what the script says, evaluation by evaluation; the
+    script is the task's own state.
     """
 
     def __init__(self, scores):
@@ -90,7 +90,9 @@ def saved(path, step):
 
 
 def opened(path, metric="val_score", smaller=False):
-    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller))
+    return Checkpoints(
+        Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller)
+    )
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -116,22 +118,26 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
 
 def test_without_a_metric_no_checkpoint_is_the_best(tmp_path):
     train(tmp_path, [0.5])
-    archive = Checkpoints(Storage(str(tmp_path)), Group(0, 1, CPU), 1, None).archive
+    archive = Checkpoints(
+        Storage(str(tmp_path)), Group(0, 1, CPU), 1, None
+    ).archive
     assert archive.choose("newest")
     with pytest.raises(CheckpointError):
         archive.choose("best")
 
 
 def test_only_an_evaluated_step_can_be_the_best(tmp_path):
-    """Checkpoints fall between evaluations, with metrics of an earlier step at hand:
-    they must not count.
+    """Checkpoints fall between evaluations, with metrics of an earlier step at
+    hand: they must not count.
     """
     train(tmp_path, [0.5, 0.1, 0.1], every_steps=3)
     assert kept(tmp_path) == [2, 6]
     train(tmp_path / "all", [0.5, 0.1, 0.1], every_steps=3, keep=9)
     assert kept(tmp_path / "all") == [2, 3, 6]
     assert saved(tmp_path / "all", 3)["metrics"] == {}
-    assert saved(tmp_path / "all", 6)["metrics"]["val_score"] == pytest.approx(0.1)
+    assert saved(tmp_path / "all", 6)["metrics"]["val_score"] == pytest.approx(
+        0.1
+    )
 
 
 def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path):

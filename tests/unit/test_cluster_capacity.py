@@ -49,7 +49,9 @@ def test_worker_slots(nodes, cpus, gpus, slots):
     assert worker_slots(nodes, cpus, gpus) == slots
 
 
-HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2xlarge")
+HEAD = NodeType(
+    "head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2xlarge"
+)
 SMALL = NodeType("small", GPU_NODE, 1, 8, instance_type="g5.2xlarge")
 LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
 SPOT = NodeType(
@@ -65,22 +67,25 @@ def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone():
 
 
 def test_grow_is_exact():
-    """Against trying every choice of nodes: the most workers, and the fewest nodes for
-    a number of them.
+    """Against trying every choice of nodes: the most workers, and the fewest
+    nodes for a number of them.
     """
     types = [
         NodeType("a", {"CPU": 7, "GPU": 2}, 1, 3),
         NodeType("b", {"CPU": 20, "GPU": 3}, 0, 2),
         NodeType("c", {"CPU": 4, "GPU": 8}, 0, 4),
     ]
-    for limit, cpus, gpus in itertools.product((1, 3, 5), (1, 3, 7), (0, 0.5, 1)):
+    for limit, cpus, gpus in itertools.product(
+        (1, 3, 5), (1, 3, 7), (0, 0.5, 1)
+    ):
         choices = [
             dict(zip("abc", numbers, strict=True))
             for numbers in itertools.product(range(1, 4), range(3), range(5))
             if sum(numbers) <= limit
         ]
         slots = [
-            worker_slots(nodes_of(types, choice), cpus, gpus) for choice in choices
+            worker_slots(nodes_of(types, choice), cpus, gpus)
+            for choice in choices
         ]
         most = grow(types, limit, cpus, gpus)
         assert worker_slots(nodes_of(types, most), cpus, gpus) == max(slots)
@@ -97,7 +102,10 @@ def test_grow_is_exact():
 
 def test_cost_counts_the_head_and_names_what_has_no_price():
     row = replace(read_prices()[0], spot_usd_per_hour=None)
-    head, small = replace(row, usd_per_hour=0.5), replace(row, usd_per_hour=1.25)
+    head, small = (
+        replace(row, usd_per_hour=0.5),
+        replace(row, usd_per_hour=1.25),
+    )
     prices = {"m5.2xlarge": head, "g5.2xlarge": small}
     counts = {"small": 2, "large": 0}
     assert cost([HEAD, SMALL, LARGE], counts, prices).usd_per_hour == 3.0
@@ -110,13 +118,18 @@ def test_cost_counts_the_head_and_names_what_has_no_price():
     assert cost(on_spot, counts, prices).spot_usd_per_hour is None  # not known
     with_large = cost([HEAD, SMALL, LARGE], {"small": 1, "large": 1}, prices)
     assert (with_large.usd_per_hour, with_large.missing) == (None, ("large",))
-    assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
+    assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == (
+        "bare",
+    )
 
 
 def test_every_row_has_a_source_that_nobody_changes_and_a_date():
     prices = read_prices()
     assert len(
-        {(price.provider, price.instance_type, price.region) for price in prices}
+        {
+            (price.provider, price.instance_type, price.region)
+            for price in prices
+        }
     ) == len(prices)
     with PRICES.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
@@ -133,7 +146,12 @@ def test_every_row_has_a_source_that_nobody_changes_and_a_date():
 
 @pytest.mark.parametrize(
     ("region", "usd"),
-    [("us-east4", 0.85083), ("us-west1", 0.85362), ("mars", 0.85362), (None, 0.85362)],
+    [
+        ("us-east4", 0.85083),
+        ("us-west1", 0.85362),
+        ("mars", 0.85362),
+        (None, 0.85362),
+    ],
 )
 def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(
     region, usd
@@ -146,7 +164,11 @@ def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(
     ("name", "on_demand", "spot"),
     [
         ("aws", 0.384 + 8 * 1.212, 0.384 + 8 * 0.4992),
-        ("gcp", 0.38847 + 8 * (0.29358 + 0.56004), 0.38847 + 8 * (0.11747 + 0.2231)),
+        (
+            "gcp",
+            0.38847 + 8 * (0.29358 + 0.56004),
+            0.38847 + 8 * (0.11747 + 0.2231),
+        ),
         ("azure", 0.384 + 4 * 3.673, 0.384 + 4 * 0.444433),
     ],
 )

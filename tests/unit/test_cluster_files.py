@@ -1,5 +1,5 @@
-"""Cluster files: broken variants of the shipped ones, each with its one finding or its
-refusal.
+"""Cluster files: broken variants of the shipped ones, each with its one
+finding or its refusal.
 """
 
 import pytest
@@ -30,8 +30,8 @@ PORTS = "provider.security_group.IpPermissions"
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
-    provider local.
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set
+    for provider local.
     """
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
@@ -44,7 +44,9 @@ def opened(port, addresses):
         "IpProtocol": "tcp",
         "IpRanges": [{"CidrIp": addresses}],
     }
-    return put("provider.security_group", {"GroupName": "g", "IpPermissions": [entry]})
+    return put(
+        "provider.security_group", {"GroupName": "g", "IpPermissions": [entry]}
+    )
 
 
 def unmounted(place):
@@ -66,7 +68,9 @@ def unpinned(old, new):
 
 
 def everywhere(old, new):
-    return lambda tree: [replace(field, old, new)(tree) for field in (HEAD, WORKER)]
+    return lambda tree: [
+        replace(field, old, new)(tree) for field in (HEAD, WORKER)
+    ]
 
 
 def at(name, field, value, level):
@@ -111,13 +115,13 @@ FOUND = {
         "aws",
         put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]),
         "error",
-        "a cloud key",
+        "the file",
     ),
     "password": (
         "azure",
         put("rsync_filter", ["https://me:hunter2@x.org"]),
         "error",
-        "a cloud key",
+        "the file",
     ),
     "ray_older": (
         "gcp",
@@ -138,7 +142,10 @@ FOUND = {
         "setup_commands",
     ),
     "ray_older_in_a_type": at(
-        "aws", f"{SPOT}.worker_setup_commands", ["pip install ray==2.1.0"], "error"
+        "aws",
+        f"{SPOT}.worker_setup_commands",
+        ["pip install ray==2.1.0"],
+        "error",
     ),
     "more_gpus": at("azure", f"{SPOT}.resources.GPU", 4, "error"),
     "more_cpus": at("azure", f"{SPOT}.resources.CPU", 32, "error"),
@@ -150,11 +157,18 @@ FOUND = {
         "warning",
         f"{SPOT}.node_config.IamInstanceProfile",
     ),
-    "misspelt_field": at("azure", f"{SPOT}.node_config.azure_arm_tag", {}, "warning"),
+    "misspelt_field": at(
+        "azure", f"{SPOT}.node_config.azure_arm_tag", {}, "warning"
+    ),
     "misspelt_size": at(
         "aws", f"{SPOT}.node_config.InstanceType", "g5.2xlrge", "warning"
     ),
-    "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
+    "no_identity": (
+        "azure",
+        drop("provider.msi_name"),
+        "warning",
+        "provider.msi_name",
+    ),
     "no_storage": (
         "azure",
         replace(HEAD, "export PACELINE_STORAGE=", "echo "),
@@ -169,7 +183,12 @@ FOUND = {
     ),
     "own_disk": ("gcp", everywhere("gs://MY-BUCKET", "/tmp"), "error", HEAD),
     "home": ("gcp", everywhere("gs://MY-BUCKET", "${HOME}"), "error", HEAD),
-    "relative_storage": ("aws", everywhere("s3://MY-BUCKET/", ""), "error", HEAD),
+    "relative_storage": (
+        "aws",
+        everywhere("s3://MY-BUCKET/", ""),
+        "error",
+        HEAD,
+    ),
     "scheme_misspelt": ("aws", everywhere("s3://", "s3:/"), "error", HEAD),
     "no_autoscaler": (
         "aws",
@@ -205,16 +224,25 @@ def test_found(name, change, level, field, tmp_path, capsys):
     file = broken(name, change, tmp_path)
     assert remarks(file) == [(level, field)]
     assert main(["validate", file]) == (2 if level == "error" else 0)
-    assert main(["validate", file, "--strict"]) == (2 if level == "error" else 1)
-    assert "***" not in capsys.readouterr().err, "no finding is hidden as a secret"
+    assert main(["validate", file, "--strict"]) == (
+        2 if level == "error" else 1
+    )
+    assert "***" not in capsys.readouterr().err, (
+        "no finding is hidden as a secret"
+    )
 
 
 IN_ORDER = {
-    "local_build": replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"),
-    "other_packages": put(
-        "worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]
+    "local_build": replace(
+        "setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"
     ),
-    "no_install": put("worker_setup_commands", ["echo ray torch==1.0", "ray stop"]),
+    "other_packages": put(
+        "worker_setup_commands",
+        ["pip install torchvision ray_lightning raytune-x"],
+    ),
+    "no_install": put(
+        "worker_setup_commands", ["echo ray torch==1.0", "ray stop"]
+    ),
     "unknown_machine": put(f"{SPOT}.node_config.InstanceType", "z9.huge"),
     "detected": put(f"{SPOT}.resources", {}),
     "localhost": replace(HEAD, "host=127.0.0.1", "host=localhost"),
@@ -227,7 +255,9 @@ def test_in_order(change, tmp_path):
     assert remarks(broken("aws", change, tmp_path)) == []
 
 
-def test_settings_in_a_profile_count_and_those_of_another_command_do_not(tmp_path):
+def test_settings_in_a_profile_count_and_those_of_another_command_do_not(
+    tmp_path,
+):
     storage = "export PACELINE_STORAGE=s3://MY-BUCKET/paceline;"
     tree = shipped("aws")
     replace(HEAD, storage)(tree)
@@ -242,7 +272,10 @@ def test_rays_defaults_are_remarked_on(tmp_path):
     found = remarks(
         write(
             tmp_path,
-            {"cluster_name": "a", "provider": {"type": "aws", "region": "us-east-1"}},
+            {
+                "cluster_name": "a",
+                "provider": {"type": "aws", "region": "us-east-1"},
+            },
         )
     )
     assert {
@@ -255,14 +288,24 @@ def test_rays_defaults_are_remarked_on(tmp_path):
 
 # The file, the change, the field, and a word of the fix.
 REFUSED = {
-    "typo": ("aws", put("setup_comands", []), "setup_comands", "`setup_commands`"),
+    "typo": (
+        "aws",
+        put("setup_comands", []),
+        "setup_comands",
+        "`setup_commands`",
+    ),
     "typo_in_a_type": (
         "aws",
         put(f"{SPOT}.min_worker", 1),
         f"{SPOT}.min_worker",
         "`min_workers`",
     ),
-    "provider_unknown": ("aws", put("provider.type", "amazon"), "provider.type", ""),
+    "provider_unknown": (
+        "aws",
+        put("provider.type", "amazon"),
+        "provider.type",
+        "",
+    ),
     "kuberay": ("aws", put("provider.type", "kuberay"), "provider.type", ""),
     "min_above_max": ("aws", put(f"{SPOT}.min_workers", 9), "the file", ""),
     "head_typo": ("aws", put("head_node_type", "haed"), "the file", ""),
@@ -310,7 +353,17 @@ def test_what_is_no_cluster_file(text, field, tmp_path):
         load_cluster(write(tmp_path, text))
 
 
-def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(tmp_path):
+def test_a_cluster_file_that_is_not_there_has_a_near_miss(tmp_path):
+    (tmp_path / "cluster.yaml").touch()
+    with pytest.raises(
+        ConfigError, match=r"is not there; did you mean .*/cluster\.ya"
+    ):
+        load_cluster(tmp_path / "clutser.yaml")
+
+
+def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(
+    tmp_path,
+):
     cluster = load_cluster(write(tmp_path, LOCAL))
     assert [
         (node_type.min_workers, node_type.max_workers)
@@ -320,10 +373,12 @@ def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(tmp_pa
 
 
 def test_each_file_is_judged_by_itself_and_no_key_is_shown(tmp_path, capsys):
-    file = broken("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), tmp_path)
+    file = broken(
+        "aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), tmp_path
+    )
     good = str(REPOSITORY / "cluster" / "gcp.yaml")
     assert main(["validate", file, good]) == 2
     out, err = capsys.readouterr()
     assert out == f"{good}: in order (gcp, up to 8 worker nodes)\n"
-    assert err.startswith(f"error: {file}: `a cloud key`")
+    assert err.startswith(f"error: {file}: `the file`")
     assert "AKIA" not in err

@@ -1,5 +1,5 @@
-"""The verdict on each node of a cluster: every planted fault is named, and clean
-clusters raise no alarm.
+"""The verdict on each node of a cluster: every planted fault is named, and
+clean clusters raise no alarm.
 """
 
 import json
@@ -34,7 +34,9 @@ def cluster(num_nodes):
 
 
 def node(index):
-    return Node(f"id-{index}", f"h{index}", f"10.0.0.{index + 10}", versions=VERSIONS)
+    return Node(
+        f"id-{index}", f"h{index}", f"10.0.0.{index + 10}", versions=VERSIONS
+    )
 
 
 def named(found):
@@ -119,7 +121,9 @@ class FakeNvml(types.ModuleType):
         ({}, 3, ["GPUs"], "that Ray gives out"),
     ],
 )
-def test_what_the_driver_says_against_a_gpu(planted, least, fields, words, monkeypatch):
+def test_what_the_driver_says_against_a_gpu(
+    planted, least, fields, words, monkeypatch
+):
     nvml = FakeNvml(**planted)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     found = gpu_findings(least)
@@ -145,7 +149,9 @@ def test_storage_is_what_more_than_half_of_the_nodes_share(seen, apart):
 
 def test_the_report(capsys):
     nodes = cluster(3)
-    wrong = error("storage", "/nfs: cannot be written", "must be one place", "mount it")
+    wrong = error(
+        "storage", "/nfs: cannot be written", "must be one place", "mount it"
+    )
     found = on(nodes[2], [wrong])
 
     assert print_report(nodes, found, as_json=False) == 1
@@ -158,8 +164,15 @@ def test_the_report(capsys):
         "h2",
     ]
     assert "3 of 4 nodes in order" in out
-    assert "h1: `storage` is" in out
+    assert "h1: `storage: " in out
     assert print_report(nodes, found, as_json=True) == 1
     tree = json.loads(capsys.readouterr().out)
-    assert [each["verdict"] for each in tree["nodes"]] == ["ok", "ok", "bad", "ok"]
-    assert named(found) == {(each["host"], each["field"]) for each in tree["findings"]}
+    assert [each["verdict"] for each in tree["nodes"]] == [
+        "ok",
+        "ok",
+        "bad",
+        "ok",
+    ]
+    assert named(found) == {
+        (each["host"], each["field"]) for each in tree["findings"]
+    }

@@ -18,8 +18,8 @@ START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
-    provider local.
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set
+    for provider local.
     """
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
@@ -43,8 +43,8 @@ def test_validate_strict_finds_nothing(name, capsys):
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_nodes_get_paceline_and_all_that_it_needs(name):
-    """From a mounted copy of the sources, so that a job of any directory runs, at the
-    versions of constraints.txt.
+    """From a mounted copy of the sources, so that a job of any directory runs,
+    at the versions of constraints.txt.
     """
     tree = tree_of(name)
     mounts = tree["file_mounts"]
@@ -77,9 +77,13 @@ def test_nodes_get_paceline_and_all_that_it_needs(name):
 @pytest.mark.parametrize("name", RAY_UP)
 def test_the_head_trains_nothing_and_workers_come_from_zero(name):
     cluster = load_cluster(path_of(name))
-    [head] = [node_type for node_type in cluster.node_types if node_type.is_head]
+    [head] = [
+        node_type for node_type in cluster.node_types if node_type.is_head
+    ]
     assert head.resources == {"CPU": 0, "GPU": 0}
-    workers = [node_type for node_type in cluster.node_types if not node_type.is_head]
+    workers = [
+        node_type for node_type in cluster.node_types if not node_type.is_head
+    ]
     if name == "onprem":
         assert [worker.min_workers for worker in workers] == [2]
         return
@@ -101,7 +105,9 @@ def test_start_commands_agree(name):
     )
     assert worker.items() <= head.items()
     if name != "onprem":
-        head_command, worker_command = (tree[field][-1] for field in START_FIELDS)
+        head_command, worker_command = (
+            tree[field][-1] for field in START_FIELDS
+        )
         assert "--no-monitor" in head_command
         assert (
             "(setsid paceline-cluster autoscale ~/ray_bootstrap_config.yaml"

@@ -19,8 +19,8 @@ TEXT = FILE.read_text(encoding="utf-8")
 
 
 FAKES = {
-    # The options, which all have their value after `=`, then the command: on this
-    # machine alone.
+    # The options, which all have their value after `=`, then the command: on
+    # this machine alone.
     "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
     "ray": 'echo "$@" >>"$FAKED/rays"; [[ "$1" == symmetric-run && ! -e "$FAKED/no_ray" ]] || exit 0\n'
     'while [ "$1" != -- ]; do shift; done; shift; "$@"; exit "${RAYS_OWN_CODE:-$?}"',
@@ -30,8 +30,8 @@ FAKES = {
 
 @pytest.fixture
 def faked(tmp_path, monkeypatch):
-    """A directory in which the fakes write down what they were asked for; the script,
-    with its storage there.
+    """A directory in which the fakes write down what they were asked for; the
+    script, with its storage there.
     """
     (tmp_path / "bin").mkdir()
     for name, body in FAKES.items():
@@ -46,7 +46,10 @@ def faked(tmp_path, monkeypatch):
         "SLURMD_NODENAME": "localhost",
         "HOME": str(tmp_path / "home"),
     }
-    paths = {"FAKED": str(tmp_path), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    paths = {
+        "FAKED": str(tmp_path),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    }
     for name, value in (sizes | names | paths).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "job.sbatch").write_text(TEXT)
@@ -70,8 +73,8 @@ def test_the_commands_exit_code_is_the_jobs(faked, monkeypatch):
     [asked] = (faked / "rays").read_text().splitlines()
     assert asked.startswith("symmetric-run --address ")
     assert " --min-nodes 1 --num-cpus=2 --num-gpus=0 -- " in asked
-    # Ray itself may end with another code while it stops, and with 0 when it did not
-    # start.
+    # Ray itself may end with another code while it stops, and with 0 when it
+    # did not start.
     monkeypatch.setenv("RAYS_OWN_CODE", "1")
     assert start(faked, "true").wait() == 0
     (faked / "no_ray").touch()
@@ -81,9 +84,7 @@ def test_the_commands_exit_code_is_the_jobs(faked, monkeypatch):
 
 
 def test_a_signal_stops_the_command_and_puts_the_job_back(faked):
-    heeds = (
-        "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
-    )
+    heeds = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
     job = start(
         faked,
         sys.executable,

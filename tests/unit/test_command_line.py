@@ -1,5 +1,5 @@
-"""One command line for all doors: the same help, the same options, and one sentence for
-every mistake.
+"""One command line for all doors: the same help, the same options, and one
+sentence for every mistake.
 """
 
 import io
@@ -22,8 +22,8 @@ DOORS = {
     "cluster": cluster.__main__.main,
 }
 COMMANDS = [
-    # door, command, what it needs, an option with a typing error, what it should have
-    # been, an option with a value
+    # door, command, what it needs, an option with a typing error, what it
+    # should have been, an option with a value
     ("trainers", [], ["train.yaml"], "--frsh", "--fresh", "--seed"),
     ("trainers", ["evaluate"], ["run"], "--splt", "--split", "--split"),
     (
@@ -54,7 +54,14 @@ COMMANDS = [
         "--cluster",
     ),
     ("cluster", ["validate"], ["a.yaml"], "--stict", "--strict", None),
-    ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--storage-path"),
+    (
+        "cluster",
+        ["check"],
+        [],
+        "--storage-pth",
+        "--storage-path",
+        "--storage-path",
+    ),
 ]
 each_command = pytest.mark.parametrize(
     ("door", "command", "needs", "mistyped", "meant", "valued"),
@@ -66,8 +73,8 @@ Told = Callable[..., str]
 
 @pytest.fixture
 def told(capsys):
-    """What a command that is typed wrong says: one sentence on standard error, with
-    exit code 2.
+    """What a command that is typed wrong says: one sentence on standard error,
+    with exit code 2.
     """
 
     def run(door, *args):
@@ -87,7 +94,11 @@ def test_help_and_mistakes(
     told, capsys,
 ):  # fmt: skip
     call = " ".join(["python -m", door, *command])
-    for args in ([*command, "--help"], [*command, "-h"], [*command, *needs, "--help"]):
+    for args in (
+        [*command, "--help"],
+        [*command, "-h"],
+        [*command, *needs, "--help"],
+    ):
         assert DOORS[door](args) == 0
         shown = capsys.readouterr()
         assert shown.err == ""
@@ -98,11 +109,14 @@ def test_help_and_mistakes(
     sentence = told(door, *command, *needs, mistyped, "1")
     assert f"`{mistyped}` is not an option of `{call}`" in sentence
     assert meant is None or sentence.endswith(f"did you mean `{meant}`?")
-    assert f"`-x` is not an option of `{call}`" in told(door, *command, *needs, "-x")
+    assert f"`-x` is not an option of `{call}`" in told(
+        door, *command, *needs, "-x"
+    )
     if valued is not None:
         for args in ([valued], [valued, "--help-me"]):
-            assert f"`{valued}` needs a value; write `{valued} VALUE`." in told(
-                door, *command, *needs, *args
+            assert (
+                f"`{valued}` needs a value; write `{valued} VALUE`."
+                in told(door, *command, *needs, *args)
             )
     if command != ["validate"]:
         assert f"`surplus` is one argument too many for `{call}`" in told(
@@ -122,8 +136,16 @@ def test_help_and_mistakes(
             ["validat", "x"],
             "`validat` is not a command of `python -m cluster`; did you mean `validate`?",
         ),
-        ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
-        ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
+        (
+            "cluster",
+            ["--strict"],
+            "use one of validate, check, watch, autoscale",
+        ),
+        (
+            "trainers",
+            ["evalute", "results/digits"],
+            "did you mean `evaluate`?",
+        ),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
         ("tune", ["plna", "sweep.yaml"], "did you mean `plan`?"),
     ],
@@ -199,7 +221,10 @@ def test_options_are_read(args, expected):
         (["--name="], {"name": None}),
         (["--name", ""], {"name": None}),
         (["--name", "two words"], {"name": "two words"}),
-        (["--storage-path", "s3://bucket/x"], {"storage_path": "s3://bucket/x"}),
+        (
+            ["--storage-path", "s3://bucket/x"],
+            {"storage_path": "s3://bucket/x"},
+        ),
         (["--scaling.num-workers", "2"], {"scaling.num_workers": 2}),
         (["--task-args.my-key", "2"], {"task_args.my-key": 2}),
         (["--seed", "1", "--seed", "2"], {"seed": 2}),
@@ -227,12 +252,12 @@ def test_keys_of_the_configuration_are_read(args, expected):
         (["--task_args.x", "!!python/object/apply:os.system [x]"], "python"),
         (
             ["--count", "2.5"],
-            "`count` is 2.5, but must be a whole number; write a valid `count`.",
+            "`count: 2.5` must be a whole number; write a valid `count`.",
         ),
-        (["--wait-s", "soon"], '`wait_s` is "soon", but must be a number'),
+        (["--wait-s", "soon"], '`wait_s: "soon"` must be a number'),
         (
             ["--strict=perhaps"],
-            '`strict` is "perhaps", but must be true or false',
+            '`strict: "perhaps"` must be true or false',
         ),
     ],
 )
@@ -243,7 +268,9 @@ def test_what_is_no_option_is_a_config_error(args, words):
     assert "command line" in str(raised.value)
 
 
-def test_an_error_is_said_once_for_all_of_torchruns_workers(monkeypatch, capsys):
+def test_an_error_is_said_once_for_all_of_torchruns_workers(
+    monkeypatch, capsys
+):
     monkeypatch.setenv("RANK", "1")
     assert trainers.__main__.main(["evaluate"]) == 2
     assert capsys.readouterr().err == ""
@@ -251,7 +278,9 @@ def test_an_error_is_said_once_for_all_of_torchruns_workers(monkeypatch, capsys)
 
 def test_each_of_torchruns_workers_says_its_own_failure(monkeypatch, capsys):
     def fails(*_):
-        raise RunFailedError("error", "rank 1: ValueError: it is bad (task.py:3)")
+        raise RunFailedError(
+            "error", "rank 1: ValueError: it is bad (task.py:3)"
+        )
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(trainers.__main__, "read_run", fails)
@@ -296,6 +325,8 @@ def test_what_an_encoding_has_not_ends_no_command(monkeypatch):
         return 0
 
     shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(shown, encoding="ascii")
+    )
     assert run("python -m say", "It says.", {"say": say}, ["say"]) == 0
     assert shown.getvalue() == b"gr\\xf6\\xdfer\n"

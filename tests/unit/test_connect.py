@@ -1,5 +1,5 @@
-"""A cluster of a process's own: on the loopback alone, its signals, its end, and who
-kills what is left of it.
+"""A cluster of a process's own: on the loopback alone, its signals, its end,
+and who kills what is left of it.
 """
 
 import os
@@ -31,8 +31,8 @@ from trainers.on_ray.internals import has_token, read_token_again
 def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     address, several_nodes, fails, monkeypatch
 ):
-    """By Ray's own switch, from which the addresses of all its ports follow; users'
-    settings are put back.
+    """By Ray's own switch, from which the addresses of all its ports follow;
+    users' settings are put back.
     """
     seen = []
 
@@ -51,7 +51,9 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    node = SimpleNamespace(get_session_dir_path=lambda: "/session", live_processes=list)
+    node = SimpleNamespace(
+        get_session_dir_path=lambda: "/session", live_processes=list
+    )
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     reaped = []
@@ -78,7 +80,10 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
         connect()
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         disconnect()
-    assert seen == [(address or "local", several_nodes)]
+    is_tried_again = fails and not several_nodes
+    assert seen == [(address or "local", several_nodes)] * (
+        3 if is_tried_again else 1
+    )
     assert reaped == (
         ["/session"]
         if address != "10.0.0.7:6379" and not fails and sys.platform == "linux"
@@ -102,7 +107,9 @@ def test_a_token_that_was_not_sent_is_named_where_a_cluster_is_not_joined(
     """Ray says that it could not connect, whatever the cause."""
 
     def init(**options):
-        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.7:6379")
+        raise ConnectionError(
+            "Failed to connect to Ray cluster at 10.0.0.7:6379"
+        )
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -143,18 +150,24 @@ def test_leaving_waits_for_no_process_that_was_stopped(stopped, monkeypatch):
     node = SimpleNamespace(live_processes=lambda: [("raylet", process)])
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("trainers.on_ray.cluster._LEAVE_S", 0.05 if stopped else 1e6)
-    monkeypatch.setattr(ray, "shutdown", killed.wait if stopped else lambda: None)
+    monkeypatch.setattr(
+        "trainers.on_ray.cluster._LEAVE_S", 0.05 if stopped else 1e6
+    )
+    monkeypatch.setattr(
+        ray, "shutdown", killed.wait if stopped else lambda: None
+    )
     disconnect()
     assert killed.is_set() == stopped
 
 
 def test_what_a_process_does_at_sigterm_is_not_rays_to_say(monkeypatch):
-    """A lost lease ends the command by it, in a sentence, also while the command leaves
-    the cluster, and after.
+    """A lost lease ends the command by it, in a sentence, also while the
+    command leaves the cluster, and after.
     """
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    before = signal.signal(
+        signal.SIGTERM, lambda number, frame: heard.append(number)
+    )
 
     def take(handler):
         return lambda **options: (
@@ -166,7 +179,9 @@ def test_what_a_process_does_at_sigterm_is_not_rays_to_say(monkeypatch):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    node = SimpleNamespace(live_processes=list, get_session_dir_path=lambda: "/session")
+    node = SimpleNamespace(
+        live_processes=list, get_session_dir_path=lambda: "/session"
+    )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -236,14 +251,17 @@ def test_a_cluster_that_is_gone(kind, code, out, err):
 
 
 @pytest.mark.parametrize(
-    ("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)]
+    ("said", "patience_s"),
+    [(None, 45), ("600", 450), ("20", 15), ("soon", 45)],
 )
 def test_a_head_may_be_away_for_less_than_ray_waits(said, patience_s):
     from trainers.on_ray.vital_signs import _patience_s
 
     assert (
         _patience_s(
-            {} if said is None else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}
+            {}
+            if said is None
+            else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}
         )
         == patience_s
     )

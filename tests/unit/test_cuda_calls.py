@@ -59,7 +59,13 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
         lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned}),
     )
     of_worker = dict.fromkeys(
-        ("world_rank", "world_size", "local_rank", "local_world_size", "node_rank"),
+        (
+            "world_rank",
+            "world_size",
+            "local_rank",
+            "local_world_size",
+            "node_rank",
+        ),
         lambda: 1,
     )
     context_of_worker = SimpleNamespace(
@@ -87,7 +93,9 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     assert seen == [visible]
 
 
-def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypatch):
+def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(
+    tmp_path, monkeypatch
+):
     """DDP makes them in its first backward pass, after the probe."""
     config = make(tmp_path, microbatch_size="auto").config
     told = []
@@ -103,7 +111,9 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypa
     replica = build.build_replica(Blobs(), config, context)
     monkeypatch.setattr(type(replica.step.forward), "loss", full)
     with pytest.raises(TooLargeError):
-        _dry_run.settle_buckets(replica, replica.model)  # a single rank is not wrapped
+        _dry_run.settle_buckets(
+            replica, replica.model
+        )  # a single rank is not wrapped
     assert told == [replica.microbatch_size]
 
 
@@ -118,8 +128,15 @@ def test_collectives_wait_longer_than_the_watchdog(
         assert waits, "before anything waits for other ranks"
         return "done"
 
-    monkeypatch.setattr(torch.distributed, "set_timeout", waits.append, raising=False)
+    monkeypatch.setattr(
+        torch.distributed, "set_timeout", waits.append, raising=False
+    )
     monkeypatch.setattr(fit, "_attempt", attempt)
     config = make(tmp_path, failure__hang_timeout_s=hang_timeout_s).config
-    assert fit.fit(Blobs(), config, RunContext(None, "test", world_size=2)) == "done"
-    assert waits[0].total_seconds() > max(hang_timeout_s, config.failure.of_phases_s)
+    assert (
+        fit.fit(Blobs(), config, RunContext(None, "test", world_size=2))
+        == "done"
+    )
+    assert waits[0].total_seconds() > max(
+        hang_timeout_s, config.failure.of_phases_s
+    )

@@ -1,5 +1,5 @@
-"""The device of a worker on a machine without an accelerator: its flags, figures and
-seeds.
+"""The device of a worker on a machine without an accelerator: its flags,
+figures and seeds.
 """
 
 import mmap
@@ -38,12 +38,14 @@ def flags_come_back():
     torch.backends.cudnn.deterministic = False
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without CUDA"
+)
 def test_without_an_accelerator():
     assert resolve_device("auto").type in ("cpu", "mps")
     with pytest.raises(ConfigError) as raised:
         resolve_device("cuda")
-    assert str(raised.value).startswith('`device` is "cuda", but is not there')
+    assert str(raised.value).startswith('`device: "cuda"` is not available')
     assert "device: auto" in str(raised.value)
 
 
@@ -76,9 +78,15 @@ def test_memory_figures_are_of_this_process():
 
 def test_the_environment_says_what_a_figure_depends_on():
     report = environment(CPU)
-    assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(
-        report
-    )
+    assert {
+        "python",
+        "platform",
+        "cpus",
+        "torch",
+        "ray",
+        "pyarrow",
+        "device",
+    } <= set(report)
     assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert all(isinstance(value, str) for value in report.values())
 
@@ -104,4 +112,6 @@ def test_any_seed_seeds_all_three(seed):
     assert draw() == first
     seed_all(seed + 1 if seed < 2**63 - 1 else 0)
     other = draw()
-    assert all(value != before for value, before in zip(other, first, strict=True))
+    assert all(
+        value != before for value, before in zip(other, first, strict=True)
+    )

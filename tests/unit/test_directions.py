@@ -1,5 +1,5 @@
-"""Whether less or more of a metric is better: one rule for the best checkpoint, early
-stopping and objectives.
+"""Whether less or more of a metric is better: one rule for the best
+checkpoint, early stopping and objectives.
 """
 
 import math
@@ -9,7 +9,11 @@ import pytest
 from tests.specs import error_of
 from trainers.checkpoint.manifest import Best
 from trainers.config.model import build
-from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, direction_of
+from trainers.config.sections import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    direction_of,
+)
 from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.config import MEASURED, Objective
@@ -43,7 +47,11 @@ KNOWN = {
 
 @pytest.mark.parametrize(
     ("metric", "known"),
-    [(metric, known) for known, names in KNOWN.items() for metric in names.split()],
+    [
+        (metric, known)
+        for known, names in KNOWN.items()
+        for metric in names.split()
+    ],
 )
 @pytest.mark.parametrize("mode", [None, "min", "max"])
 def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
@@ -71,7 +79,10 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
         assert not goal.improves({metric: 1.0}, 1.0)
         assert not goal.improves({metric: math.nan}, None)
     if metric not in MEASURED or expected == known:
-        assert Objective(metric=metric, mode=mode, target=target).direction == expected
+        assert (
+            Objective(metric=metric, mode=mode, target=target).direction
+            == expected
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The documents are current: the pages that are made, the tree's map, and the files
-that the README names.
+"""The documents are current: the pages that are made, the tree's map, and the
+files that the README names.
 """
 
 import inspect
@@ -34,9 +34,14 @@ def test_every_method_of_a_task_has_its_row():
         if not name.startswith("_")
     }
     assert sorted(rows) == sorted(
-        (name, ", ".join(list(found.parameters)[1:])) for name, found in methods.items()
+        (name, ", ".join(list(found.parameters)[1:]))
+        for name, found in methods.items()
     )
-    assert all(method.__doc__ for name, method in vars(Task).items() if name in methods)
+    assert all(
+        method.__doc__
+        for name, method in vars(Task).items()
+        if name in methods
+    )
 
 
 def test_the_tests_that_show_a_promise_are_there():
@@ -53,7 +58,12 @@ def test_the_readmes_loop_is_the_newest_result():
     found = json.loads(newest.read_text())["results"]
     works = [
         found[name]
-        for name in ("mlp, 1 rank", "cnn, 1 rank", "mlp, 2 ranks", "cnn, 2 ranks")
+        for name in (
+            "mlp, 1 rank",
+            "cnn, 1 rank",
+            "mlp, 2 ranks",
+            "cnn, 2 ranks",
+        )
     ]
     ours = [f"{work['rows']['paceline']['ratio']:.2f}" for work in works]
     lightning = [f"{work['rows']['lightning']['ratio']:.2f}" for work in works]
@@ -64,24 +74,38 @@ def test_the_readmes_loop_is_the_newest_result():
     )
     assert f"on two ranks {ours[2]} and {ours[3]} times" in text
     assert (
-        f"Lightning reaches {', '.join(lightning[:3])} and {lightning[3]} times" in text
+        f"Lightning reaches {', '.join(lightning[:3])} and {lightning[3]} times"
+        in text
     )
-    assert f"medians of {works[0]['rows']['plain']['n']} interleaved rounds" in text
-    assert f"below {max(work['floor'] for work in works) * 100:.1f} % is noise" in text
+    assert (
+        f"medians of {works[0]['rows']['plain']['n']} interleaved rounds"
+        in text
+    )
+    assert (
+        f"below {max(work['floor'] for work in works) * 100:.1f} % is noise"
+        in text
+    )
 
 
 def test_the_sweeps_that_pages_name_are_the_newest_results():
     results = REPOSITORY / "benchmarks/results"
-    found = json.loads(max(results.glob("sweep-2*-cpu.json")).read_text())["results"]
+    found = json.loads(max(results.glob("sweep-2*-cpu.json")).read_text())[
+        "results"
+    ]
     few, many = found["rows"]
-    ray = f"{few['ray_s']:.0f} s as Ray documents it ({'two of them measured' if few['ray_measured'] == 2 else 'all'}"
+    ray = f"{few['ray_s']:.0f} s with plain Ray, as documented ({'two trials measured' if few['ray_measured'] == 2 else 'all'}"
     text = words("README.md")
     assert (
         f"took {few['lanes_s']:.0f} s through Paceline, start included, and {ray}"
         in text
     )
-    assert f"24 trials took {many['lanes_s']:.0f} s and {many['ray_s']:.0f} s" in text
-    noop = json.loads(max(results.glob("sweep-noop-*-cpu.json")).read_text())["results"]
+    assert (
+        f"24 trials took {many['lanes_s']:.0f} s with Paceline, and {many['ray_s']:.0f} s with plain Ray"
+        in text
+    )
+    noop = json.loads(max(results.glob("sweep-noop-*-cpu.json")).read_text())[
+        "results"
+    ]
     assert (
         f"the first cost {noop['first_s']:.2f} s each, the last {noop['last_s']:.2f} s"
         in words("docs/scale.md")

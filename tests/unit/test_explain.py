@@ -37,7 +37,9 @@ HEALTHY = {
 
 def profile(parts=None, **changes):
     """A healthy step, in ms, with what is changed."""
-    parts_s = {name: value / 1e3 for name, value in (HEALTHY | (parts or {})).items()}
+    parts_s = {
+        name: value / 1e3 for name, value in (HEALTHY | (parts or {})).items()
+    }
     step_s = sum(parts_s.values())
     known = {
         "step_s": step_s,
@@ -124,7 +126,9 @@ def test_a_healthy_run_has_no_cause():
     assert name_causes(config(), result(), profile()) == []
     assert name_causes(config(), result(), None) == []
     shares = run_shares(result(), None)
-    assert (shares["evaluation"], sum(shares.values())) == pytest.approx((0.02, 1))
+    assert (shares["evaluation"], sum(shares.values())) == pytest.approx(
+        (0.02, 1)
+    )
 
 
 def test_a_run_that_cannot_be_profiled_is_explained_by_its_records(tmp_path):
@@ -147,7 +151,12 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path):
         job.execute(LocalContext(spec.storage, "local")).to_json().encode()
     )
     assert found.accumulation == 4
-    assert {"data", "forward", "backward", "optimizer"} <= found.shares().keys()
+    assert {
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+    } <= found.shares().keys()
     assert sum(found.shares().values()) == pytest.approx(1)
     assert not spec.storage.exists("")
     assert "item" not in vars(torch.Tensor)
@@ -167,7 +176,10 @@ def test_optimizers_that_step_one_by_one_are_timed(tmp_path):
 
 
 def test_a_stream_is_profiled_for_longer_than_its_run(tmp_path):
-    task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
+    task = {
+        "task": "tests.stream_tasks:Streamed",
+        "task_args": {"kind": "numbered"},
+    }
     found = profiled(tmp_path, **task)
     assert found.step_s > 0
 
@@ -204,21 +216,28 @@ def test_both_configurations_are_run_where_a_key_is_to_be_changed(tmp_path):
     )
     assert (transform.kind, transform.gain) == ("slow transform", None)
     _, compared = asked
-    assert (compared.config.microbatch_size, compared.new["microbatch_size"]) == (
+    assert (
+        compared.config.microbatch_size,
+        compared.new["microbatch_size"],
+    ) == (
         6,
         "auto",
     )
 
 
 def test_a_configuration_s_own_task_is_run(tmp_path):
-    spec = make(tmp_path, max_steps=1000, task_args={"pids": str(tmp_path / "old")})
+    spec = make(
+        tmp_path, max_steps=1000, task_args={"pids": str(tmp_path / "old")}
+    )
     new = {**spec.tree, "task_args": {"pids": str(tmp_path / "new")}}
     job = CompareJob(**asdict(spec), new=new, steps=3)
     found = job.read_result(
         job.execute(LocalContext(spec.storage, "local")).to_json().encode()
     )
     assert found.low <= found.value <= found.high < 1
-    assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [
+    assert [
+        len((tmp_path / name).read_text().split()) for name in ("old", "new")
+    ] == [
         4,
         4,
     ]

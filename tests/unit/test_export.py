@@ -1,5 +1,5 @@
-"""The exported model: bit-equal in the task's bare model, tied tensors whole, every
-error one sentence.
+"""The exported model: bit-equal in the task's bare model, tied tensors whole,
+every error one sentence.
 """
 
 import json
@@ -24,8 +24,8 @@ from trainers.storage import Storage
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by
-    `val_loss` (its best_mode is max).
+    """A finished run with checkpoints of steps 20 and 30, 10 being the worst
+    by `val_loss` (its best_mode is max).
     """
     best = {
         "checkpoint__best": "val_loss",
@@ -51,7 +51,8 @@ def test_the_file_loads_into_the_bare_model_bit_equal(spec, tmp_path):
     model.load_state_dict(weights)  # strict: every name, none besides
 
     saved = torch.load(
-        Path(spec.uri) / "checkpoints/step-000000000030/state.pt", weights_only=True
+        Path(spec.uri) / "checkpoints/step-000000000030/state.pt",
+        weights_only=True,
     )["model"]
     ours = model.state_dict()
     assert ours.keys() == saved.keys()

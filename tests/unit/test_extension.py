@@ -1,5 +1,5 @@
-"""A sweep goes on with another configuration: which records stay, which trials go on,
-and what is refused.
+"""A sweep goes on with another configuration: which records stay, which trials
+go on, and what is refused.
 """
 
 from dataclasses import replace
@@ -9,11 +9,14 @@ import pytest
 
 from tests.specs import REPOSITORY, error_of
 from trainers.config.yaml import dump_yaml
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, StorageError
 from trainers.lease import held
+from trainers.storage import Storage
 from tune.__main__ import main
+from tune.sweeps import sweep as sweep_module
 from tune.sweeps.spec import (
     SAVED,
+    Interrupted,
     is_complete,
     num_missing,
     prepare,
@@ -21,9 +24,20 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
-from tune.sweeps.steer import apply_extension, order_extension
-from tune.sweeps.sweep import run_to_answer
-from tune.trials.journal import Journal
+from tune.sweeps.steer import apply_extension, order_extension, steer
+from tune.sweeps.sweep import (
+    SweepInterrupted,
+    pending_extension,
+    run_to_answer,
+)
+from tune.trials.journal import (
+    PROGRESS,
+    Journal,
+    Live,
+    Running,
+    read_live,
+    write_live,
+)
 from tune.trials.record import BY_BUDGET, TrialRecord, trial_id
 
 TRAIN: dict[str, Any] = {
@@ -83,7 +97,8 @@ def extended(spec, records, **keys):
         journal.append(one)
     before = spec.storage.read(SAVED)
     longer = order_extension(
-        spec.uri, {key.replace("__", "."): value for key, value in keys.items()}
+        spec.uri,
+        {key.replace("__", "."): value for key, value in keys.items()},
     )
     apply_extension(longer)
     once = by_id(journal.records())
@@ -107,7 +122,9 @@ def by_id(records):
 def test_more_points_leave_what_is_known(tmp_path):
     spec = begin(tmp_path)
     known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
-    left = extended(spec, known, space__global_batch_size=[8, 16, 32], budget__trials=3)
+    left = extended(
+        spec, known, space__global_batch_size=[8, 16, 32], budget__trials=3
+    )
     assert left == by_id(known)
     again = read_saved(spec.uri)
     assert again.config.space["global_batch_size"] == [8, 16, 32]
@@ -120,19 +137,26 @@ def test_more_points_leave_what_is_known(tmp_path):
 
 
 def test_trials_are_longer_that_were_trained_to_their_end(tmp_path):
-    """Those that ended early by their own evaluations, by the search, by hand or by an
-    error would end so again.
+    """Those that ended early by their own evaluations, by the search, by hand
+    or by an error would end so again.
     """
-    spec = begin(tmp_path, {"global_batch_size": 8}, space={"seed": [1, 2, 3, 4, 5, 6]})
+    spec = begin(
+        tmp_path, {"global_batch_size": 8}, space={"seed": [1, 2, 3, 4, 5, 6]}
+    )
     whole, early = (
-        record({"seed": seed}, NEVER[:epochs]) for seed, epochs in ((1, 4), (2, 3))
+        record({"seed": seed}, NEVER[:epochs])
+        for seed, epochs in ((1, 4), (2, 3))
     )
     failed = record({"seed": 3}, NEVER[:2], "error")
     stopped = record({"seed": 4}, NEVER[:2], "stopped")
     clone = record({"seed": 1}, NEVER, purpose="clone")
-    left = extended(spec, [whole, early, failed, stopped, clone], train__epochs=8)
+    left = extended(
+        spec, [whole, early, failed, stopped, clone], train__epochs=8
+    )
     assert left == by_id([early, failed, stopped])
-    kept = [name for name in spec.storage.names("before") if name.endswith(".json")]
+    kept = [
+        name for name in spec.storage.names("before") if name.endswith(".json")
+    ]
     assert {name.partition("-")[0] for name in kept} == {whole.id, clone.id}
     assert read_saved(spec.uri).train["epochs"] == 8
 
@@ -140,7 +164,9 @@ def test_trials_are_longer_that_were_trained_to_their_end(tmp_path):
 @pytest.mark.parametrize(
     ("budget_s", "is_kept"), [(5.0, True), (10.0, True), (60.0, False)]
 )
-def test_a_larger_budget_is_for_what_the_old_one_cut_off(tmp_path, budget_s, is_kept):
+def test_a_larger_budget_is_for_what_the_old_one_cut_off(
+    tmp_path, budget_s, is_kept
+):
     spec = begin(tmp_path, budget={"time_s": 10})
     whole = record({"global_batch_size": 8}, NEVER)
     cut = record({"global_batch_size": 16}, NEVER[:2], "stopped")
@@ -176,7 +202,9 @@ def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path):
         (("time_to_target", 0.8), "val_accuracy", {8}),
     ],
 )
-def test_another_objective_looks_at_what_was_recorded(tmp_path, then, now, goes_on):
+def test_another_objective_looks_at_what_was_recorded(
+    tmp_path, then, now, goes_on
+):
     def objective(of):
         return (
             {"metric": of}
@@ -190,7 +218,8 @@ def test_another_objective_looks_at_what_was_recorded(tmp_path, then, now, goes_
         16: [*NEVER[:3], 0.65],
     }
     known = [
-        record({"global_batch_size": size}, curve) for size, curve in curves.items()
+        record({"global_batch_size": size}, curve)
+        for size, curve in curves.items()
     ]
     if not isinstance(then, str):
         known[0] = type(known[0])(
@@ -199,7 +228,9 @@ def test_another_objective_looks_at_what_was_recorded(tmp_path, then, now, goes_
     left = extended(
         spec,
         known,
-        **{f"objective__{key}": value for key, value in objective(now).items()},
+        **{
+            f"objective__{key}": value for key, value in objective(now).items()
+        },
     )
     assert {one.config["global_batch_size"] for one in left.values()} == {
         8,
@@ -219,13 +250,66 @@ def test_another_objective_looks_at_what_was_recorded(tmp_path, then, now, goes_
         )
 
 
+@pytest.mark.parametrize(
+    ("usd_per_hour", "usd"), [(3600.0, 3.0), (7200.0, 6.0)]
+)
+def test_dollars_are_those_of_the_lanes_and_price_of_now(
+    tmp_path, usd_per_hour, usd
+):
+    """The record of a trial that was stopped as beaten names no lane."""
+    objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
+    spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
+    reached = record({"global_batch_size": 8}, REACHED)
+    reached = replace(
+        reached, lane=0, metrics=reached.metrics | {"usd_to_target": 3.0}
+    )
+    beaten = record({"global_batch_size": 16}, NEVER, "stopped")
+    left = extended(
+        spec,
+        [reached, beaten],
+        objective__metric="usd_to_target",
+        usd_per_hour=usd_per_hour,
+    )
+    assert left[reached.id].metrics["usd_to_target"] == usd
+    assert "usd_to_target" not in left[beaten.id].metrics
+
+
+def test_another_price_alone_is_that_of_the_trials_so_far_too(tmp_path):
+    objective = {"metric": "usd_to_target", "target": {"val_accuracy": 0.8}}
+    spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
+    reached = record({"global_batch_size": 8}, REACHED[:3])
+    reached = replace(
+        reached, metrics=reached.metrics | {"usd_to_target": 3.0}
+    )
+    left = extended(spec, [reached], usd_per_hour=7200.0)
+    assert left[reached.id].metrics["usd_to_target"] == 6.0
+
+
 def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path):
     spec = begin(tmp_path)
     known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
     left = extended(spec, known, **{"space__optimizer.lr": [0.2, 0.1]})
-    configs = [{"optimizer.lr": 0.1, "global_batch_size": size} for size in (8, 16)]
+    configs = [
+        {"optimizer.lr": 0.1, "global_batch_size": size} for size in (8, 16)
+    ]
     assert left.keys() == {trial_id(config) for config in configs}
     assert num_missing(read_saved(spec.uri).config, list(left.values())) == 2
+
+
+def test_a_clone_that_has_ended_is_not_trained_again(tmp_path):
+    """Neither after an extension that adds a key to the space nor after the next."""
+    spec = begin(tmp_path, space={"global_batch_size": [8]})
+    trial = record({"global_batch_size": 8}, NEVER)
+    Journal(spec.storage).append(trial)
+    clone = steer(spec.uri, "clone", trial.id, seed=3)
+    cloned = record(trial.config | {"seed": 3}, NEVER, purpose="clone")
+    assert cloned.id == clone
+    left = extended(spec, [cloned], **{"space__optimizer.lr": [0.1]})
+    assert left[clone].config == cloned.config | {"optimizer.lr": 0.1}
+    assert is_complete(read_saved(spec.uri))
+    left = extended(spec, [], space__precision=["fp32"])
+    assert left[clone].config["precision"] == "fp32"
+    assert is_complete(read_saved(spec.uri))
 
 
 @pytest.mark.parametrize(
@@ -251,27 +335,88 @@ def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
 
 
 def test_extensions_add_up_whoever_applies_them(tmp_path):
-    """Each is in the directory before the process that has the lease applies it, which
-    may be another one.
+    """Each is in the directory before the process that has the lease applies
+    it, which may be another one.
     """
     spec = begin(tmp_path)
     order_extension(spec.uri, {"train.epochs": 6})
-    order_extension(spec.uri, {"train.epochs": 8, "objective.metric": "val_accuracy"})
+    order_extension(
+        spec.uri, {"train.epochs": 8, "objective.metric": "val_accuracy"}
+    )
     apply_extension(read_saved(spec.uri))
     again = read_saved(spec.uri)
-    assert (again.train["epochs"], again.config.objective.metric) == (8, "val_accuracy")
+    assert (again.train["epochs"], again.config.objective.metric) == (
+        8,
+        "val_accuracy",
+    )
 
 
 def test_what_is_added_after_the_last_look_is_done_too(tmp_path):
     """Its command found the directory in use, as while the report was written."""
     spec = begin(tmp_path)
     for size, curve in ((8, NEVER), (16, REACHED)):
-        Journal(spec.storage).append(record({"global_batch_size": size}, curve))
+        Journal(spec.storage).append(
+            record({"global_batch_size": size}, curve)
+        )
     order_extension(spec.uri, {"objective.metric": "val_accuracy"})
     result = run_to_answer(spec, fresh=False, checked=False)
     assert result.best.config == {"global_batch_size": 16}
     assert result.spec.config.objective.metric == "val_accuracy"
     assert read_kept(spec.uri).config.objective.metric == "val_accuracy"
+
+
+def test_an_extension_of_earlier_does_not_go_on_beyond_the_budget_of_a_file(
+    tmp_path,
+):
+    spec = begin(tmp_path)
+    order_extension(spec.uri, {"budget.time_s": 600})
+    apply_extension(read_saved(spec.uri))
+    again = read_sweep(str(tmp_path / "sweep.yaml"), {"budget.time_s": 60})
+    assert pending_extension(again) is None
+    order_extension(spec.uri, {"budget.time_s": 900})
+    following = pending_extension(again)
+    assert following is not None
+    assert following.config.budget.time_s == 900
+
+
+def test_the_last_state_is_written_though_storage_fails_once(
+    tmp_path, monkeypatch
+):
+    spec = begin(tmp_path)
+    for size in (8, 16):
+        Journal(spec.storage).append(
+            record({"global_batch_size": size}, REACHED)
+        )
+    write = Storage.writer
+    failures = [StorageError("the network is away")]
+
+    def failing(storage, name):
+        if name == PROGRESS and failures:
+            raise failures.pop()
+        return write(storage, name)
+
+    monkeypatch.setattr(Storage, "writer", failing)
+    run_to_answer(spec, fresh=False, checked=False)
+    assert not failures
+    assert read_live(spec.storage) == Live("ended")
+
+
+def test_a_start_does_not_show_what_the_one_before_left(tmp_path, monkeypatch):
+    spec = begin(tmp_path)
+    trial = {"global_batch_size": 8}
+    run = Running(trial_id(trial), 0, 1.0, trial)
+    write_live(spec.storage, Live("running", 2, 1, [run]))
+    shown = []
+
+    def run_to_end(spec, *more):
+        shown.append(read_live(spec.storage))
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(sweep_module, "_run_to_end", run_to_end)
+    with pytest.raises(SweepInterrupted):
+        run_to_answer(spec, fresh=False, checked=False)
+    assert shown == [Live("running")]
+    assert read_live(spec.storage) == Live("cut off")
 
 
 def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
@@ -281,7 +426,9 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
     """
     spec = begin(tmp_path, space={"global_batch_size": [8]})
     for size, curve in ((8, NEVER), (16, REACHED)):
-        Journal(spec.storage).append(record({"global_batch_size": size}, curve))
+        Journal(spec.storage).append(
+            record({"global_batch_size": size}, curve)
+        )
     keys = [
         "--space.global_batch_size",
         "[8, 16]",
@@ -290,7 +437,7 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
     ]
     assert main([spec.uri, *keys]) == 0
     told = capsys.readouterr()
-    assert "many is extended: what is known of 2 trials stays" in (
+    assert "many is extended: the results of 2 trials are kept" in (
         told.out + told.err
     ).replace(spec.uri, "many")
     assert spec.storage.read_json("summary.json", dict[str, Any])["best"][
@@ -300,7 +447,7 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
         assert main([spec.uri, "--train.epochs", "6"]) == 0
         assert main(["resume", spec.uri]) == 2
     assert (
-        "it goes on with train.epochs once its trials have ended"
+        "; the sweep continues with train.epochs once its trials have ended"
         in capsys.readouterr().out
     )
     assert read_saved(spec.uri).train["epochs"] == 6

@@ -1,5 +1,5 @@
-"""Each kind of failure has a budget of restarts of its own; the run ends with the first
-failure beyond it.
+"""Each kind of failure has a budget of restarts of its own; the run ends with
+the first failure beyond it.
 """
 
 import sys
@@ -18,7 +18,8 @@ from trainers.storage import Storage
 @pytest.mark.parametrize("budget", [0, 1, 3])
 def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
     policy = FailurePolicy(
-        FailureConfig(error=budget, out_of_host_memory=5), Storage(str(tmp_path))
+        FailureConfig(error=budget, out_of_host_memory=5),
+        Storage(str(tmp_path)),
     )
     for _ in range(budget):
         policy.after_exception(None, {0: failure("error")})
@@ -29,17 +30,21 @@ def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
         policy.after_exception(None, {0: failure("error")})
 
 
-def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(tmp_path):
+def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
+    tmp_path,
+):
     policy = FailurePolicy(FailureConfig(), Storage(str(tmp_path)))
     for _ in range(50):
         policy.after_exception(None, {0: failure("node_lost")})
-        policy.after_exception(None, {0: failure("out_of_memory", smaller=True)})
+        policy.after_exception(
+            None, {0: failure("out_of_memory", smaller=True)}
+        )
 
 
 @pytest.mark.parametrize("ended", ["node_lost", "gloo"])
 def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path, ended):
-    """To Ray a watchdog's exit is a worker's death; what the ranks saved names the
-    culprit first.
+    """To Ray a watchdog's exit is a worker's death; what the ranks saved names
+    the culprit first.
     """
     storage = Storage(str(tmp_path))
     storage.write("hangs/0.txt", b"of an earlier start")
@@ -98,7 +103,9 @@ def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
     assert how in found.message
 
 
-def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_path):
+def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
+    tmp_path,
+):
     policy = FailurePolicy(FailureConfig(node_lost=0), Storage(str(tmp_path)))
     gloo = RuntimeError(
         "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
@@ -109,7 +116,9 @@ def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_pat
     with pytest.raises(RunFailedError) as met:
         policy.after_exception(None, {0: gloo, 1: dead})
     assert met.value.status == "node_lost"
-    assert met.value.message.startswith("rank 1: The actor died because its node")
+    assert met.value.message.startswith(
+        "rank 1: The actor died because its node"
+    )
 
 
 def failure(status, smaller=False):
@@ -122,5 +131,7 @@ class Leaves(Blobs):
 
 
 def test_a_task_that_leaves_the_process_has_failed(tmp_path):
-    with pytest.raises(RuntimeError, match="left with exit code None"):
+    with pytest.raises(
+        RuntimeError, match="ended the process with exit code None"
+    ):
         run_local(make(tmp_path, task=f"{__name__}:Leaves"))

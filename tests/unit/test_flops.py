@@ -1,5 +1,5 @@
-"""FLOPs of a sample by hand, a count that leaves no trace, peaks by the names that GPUs
-have, utilisation.
+"""FLOPs of a sample by hand, a count that leaves no trace, peaks by the names
+that GPUs have, utilisation.
 """
 
 import pytest
@@ -31,13 +31,15 @@ class Rows(Task):
 def count(task, model, size=6, precision="fp32"):
     spec = resolve_precision(precision, CPU)
     return count_flops(
-        ForwardPass(model, task, spec, CPU), task.dataset("train"), torch.arange(size)
+        ForwardPass(model, task, spec, CPU),
+        task.dataset("train"),
+        torch.arange(size),
     )
 
 
 def test_a_linear_layer_by_hand():
-    """2 x in x out forward, the same for the weight's gradient and, past the first
-    layer, for the input's.
+    """2 x in x out forward, the same for the weight's gradient and, past the
+    first layer, for the input's.
     """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     expected = 2 * 2 * 4 * 8 + 3 * 2 * 8 * 3

@@ -55,6 +55,17 @@ def test_a_fork_asks_and_answers_and_is_missed(parent):
     assert killed.value.code == -signal.SIGKILL
 
 
+def test_a_fork_whose_outcome_is_no_longer_wanted_gets_no_answer(parent):
+    class Interrupts:
+        def answer(self, *given):
+            raise InterruptedError
+
+    fork = parent.fork("tests.unit.test_forks:ask", 6, 3)
+    with pytest.raises(InterruptedError):
+        fork.serve(Interrupts())
+    until(lambda: not Path(f"/proc/{fork.pid}").exists())
+
+
 def test_a_zygote_outlives_the_process_that_started_it(name):
     start = f"""
 from tune.forks.client import Zygote
@@ -94,7 +105,9 @@ def test_a_zygote_that_is_about_to_end_costs_no_trial(parent, monkeypatch):
     def too_late(self):
         if left:
             left.pop()
-            other = Zygote(parent._directory.name.split("-")[2], Preload(forks=False))
+            other = Zygote(
+                parent._directory.name.split("-")[2], Preload(forks=False)
+            )
             other._connection = connect(other)
             connection = connect(self)
             other.close()

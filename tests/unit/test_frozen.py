@@ -1,5 +1,5 @@
-"""`checkpoint.parameters: trained`: checkpoints without the frozen part; resumed to the
-bit; another base refused.
+"""`checkpoint.parameters: trained`: checkpoints without the frozen part;
+resumed to the bit; another base refused.
 """
 
 import re
@@ -9,11 +9,20 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.unit.test_loop import Context, Tiny, check_resume, config, curve, train
+from tests.unit.test_loop import (
+    Context,
+    Tiny,
+    check_resume,
+    config,
+    curve,
+    train,
+)
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 
-TRAINED = {"checkpoint": {"every_steps": 1, "parameters": "trained", "keep": 99}}
+TRAINED = {
+    "checkpoint": {"every_steps": 1, "parameters": "trained", "keep": 99}
+}
 
 
 class LowRank(nn.Module):
@@ -29,8 +38,8 @@ class LowRank(nn.Module):
 
 
 class Adapted(Tiny):
-    """A base from elsewhere, frozen, with two adapters; BatchNorm's statistics move all
-    the same.
+    """A base from elsewhere, frozen, with two adapters; BatchNorm's statistics
+    move all the same.
     """
 
     def __init__(self, base=1, changes=""):
@@ -80,9 +89,12 @@ def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path):
     part = state(tmp_path / "trained")
     assert part["model"].keys() == LEARNED | STATISTICS
     assert all(
-        torch.equal(one, whole["model"][name]) for name, one in part["model"].items()
+        torch.equal(one, whole["model"][name])
+        for name, one in part["model"].items()
     )
-    assert part["frozen"].keys() == whole["model"].keys() - part["model"].keys()
+    assert (
+        part["frozen"].keys() == whole["model"].keys() - part["model"].keys()
+    )
     assert "frozen" not in whole
 
 
@@ -93,9 +105,13 @@ class Given(Adapted):
         return torch.optim.AdamW(model.parameters(), config.optimizer.lr)
 
 
-@pytest.mark.parametrize("task", [Adapted, Given])
 @pytest.mark.parametrize(
-    "more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}]
+    ("task", "more"),
+    [
+        (Adapted, {}),
+        (Given, {"ema": {"decay": 0.9}}),
+        (Adapted, {"precision": "bf16-pure"}),
+    ],
 )
 def test_a_resume_is_bit_equal(more, task, tmp_path):
     check_resume(tmp_path, task, 7, **TRAINED, **more)
@@ -106,14 +122,17 @@ def test_another_base_is_refused_by_name(tmp_path):
     longer = config(**TRAINED, epochs=4)
     with pytest.raises(
         CheckpointError,
-        match=r"trained on another base: the frozen `0\.bias` is not what it was",
+        match=r"trained on a different base: the frozen `0\.bias` differs",
     ):
         fit(Adapted(base=2), longer, Context(tmp_path))
     with pytest.raises(
-        CheckpointError, match=r"trained on another base: the frozen `0\.bias`"
+        CheckpointError,
+        match=r"trained on a different base: the frozen `0\.bias`",
     ):
         fit(Tiny(), longer, Context(tmp_path))
-    with pytest.raises(CheckpointError, match=r"another `checkpoint\.parameters`"):
+    with pytest.raises(
+        CheckpointError, match=r"a different `checkpoint\.parameters`"
+    ):
         fit(Adapted(), config(epochs=4), Context(tmp_path))
     assert fit(Adapted(), longer, Context(tmp_path)).steps == 20
 
@@ -123,11 +142,13 @@ def test_what_changes_all_the_same_is_not_lost_in_silence(changes, tmp_path):
     with pytest.raises(
         ConfigError,
         match=re.escape(
-            '`checkpoint.parameters` is "trained", but leaves out `0.bias`'
+            '`checkpoint.parameters: "trained"` leaves out parameters that model() froze, and `0.bias` has since been'
         ),
     ):
         train(tmp_path, Adapted(changes=changes), **TRAINED)
-    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == [
+    assert sorted(
+        path.name[-1] for path in (tmp_path / "checkpoints").iterdir()
+    ) == [
         "1",
         "2",
     ]
@@ -139,6 +160,10 @@ class OnlyTrained(Adapted):
         return torch.optim.AdamW(trained, config.optimizer.lr)
 
 
-def test_an_unfrozen_parameter_that_no_optimizer_has_is_named(tmp_path, caplog):
+def test_an_unfrozen_parameter_that_no_optimizer_has_is_named(
+    tmp_path, caplog
+):
     train(tmp_path, OnlyTrained(changes="unfrozen"))
-    assert [r for r in caplog.messages if "no optimizer has" in r and "0.bias" in r]
+    assert [
+        r for r in caplog.messages if "no optimizer has" in r and "0.bias" in r
+    ]

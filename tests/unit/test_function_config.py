@@ -1,5 +1,5 @@
-"""A training function in a file: its configuration, what a sweep of it may have, and
-errors that name the fix.
+"""A training function in a file: its configuration, what a sweep of it may
+have, and errors that name the fix.
 """
 
 import math
@@ -65,11 +65,11 @@ def sweep(user, **keys):
     [
         (
             "keys: {precision: train_loop_config.kindd}",
-            "but names no key of train_loop_config; did you mean `train_loop_config.kind`?",
+            "names no key of train_loop_config; did you mean `train_loop_config.kind`?",
         ),
         (
             "keys: {global_batch_size: kind}",
-            "its keys are train_loop_config.lr, train_loop_config.loader.rows, train_loop_config.kind.",
+            "use one of train_loop_config.lr, train_loop_config.loader.rows, train_loop_config.kind.",
         ),
         (
             "keys: {global_batch_size: train_loop_config.lr}",
@@ -81,19 +81,19 @@ def sweep(user, **keys):
         ),
         (
             "task: task:Mine",
-            "there is no such key; keep one of `task` and `train_func`.",
+            "is not a known key; keep one of `task` and `train_func`.",
         ),
         (
             "global_batch_size: 8",
-            "there is no such key; name the function's own key with `keys`.",
+            "is not a known key; name the function's own key with `keys`.",
         ),
         (
             "optimizer: {lr: 1}",
-            "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`.",
+            "give the value in `train_loop_config`, which the `train_func` reads: this key is for a `task`.",
         ),
         ("launcher: local", "remove it: a `train_func` runs on Ray."),
         ("train_fun: 1", "did you mean `train_func`?"),
-        ("failure: {error: 1}", "the keys here are max_failures."),
+        ("failure: {error: 1}", "use one of max_failures."),
         (
             "train_func: train",
             "must be `module:function`; write for example `train_func: my_script:train_func`.",
@@ -125,7 +125,9 @@ def test_the_function_gets_a_configuration_of_its_own_or_nothing(user):
     given["loader"]["rows"] = 1
     assert found.config.train_loop_config == RUN["train_loop_config"]
     assert (
-        spec(user, train_func=f"{MODULE}:alone", train_loop_config={}, keys={}).load()()
+        spec(
+            user, train_func=f"{MODULE}:alone", train_loop_config={}, keys={}
+        ).load()()
         == 7
     )
 
@@ -135,16 +137,17 @@ def test_the_function_gets_a_configuration_of_its_own_or_nothing(user):
     [
         (
             {"train_func": f"{MODULE}:trian"},
-            f"names no function of .*; did you mean `{MODULE}:train`",
+            f"names no function in .*; did you mean `{MODULE}:train`",
         ),
-        ({"train_func": f"{MODULE}:THING"}, "is no function; name one"),
+        ({"train_func": f"{MODULE}:THING"}, "names no function in"),
+        ({"train_func": "sys:nothing"}, "names no function in sys; name one"),
         (
             {"train_func": f"{MODULE}:alone"},
-            r"`train_loop_config` is .* does not fit alone .*; its signature is alone\(\)",
+            r"`train_loop_config: .*` does not fit alone .*; match the signature alone\(\)",
         ),
         (
             {"train_func": "not_there:train"},
-            r"`train_func` is .* cannot be found: no not_there\.py in",
+            r"`train_func: .*` cannot be found: no not_there\.py in",
         ),
         ({"scaling": {"num_workers": 10_000}}, "must fit on this machine"),
     ],
@@ -157,7 +160,7 @@ def test_a_function_that_is_not_there_or_does_not_fit(user, change, sentence):
 def test_the_commands_say_it_in_a_line(user, capsys, monkeypatch):
     spec(user)
     assert train([str(user / "run.yaml"), "--profile_steps", "5"]) == 2
-    assert "`profile_steps`" in capsys.readouterr().err
+    assert "`profile_steps: 5`" in capsys.readouterr().err
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "2"),
@@ -190,14 +193,17 @@ def test_a_sweep_knows_the_functions_keys_by_its_own_names(user):
     )
     prepare(resumed, fresh=False)
     with pytest.raises(
-        ConfigError, match=r"`train.train_loop_config` is .* differs from"
+        ConfigError, match=r"`train.train_loop_config: .*` differs from"
     ):
         prepare(
             sweep(
                 user,
                 train={
                     **RUN,
-                    "train_loop_config": {**RUN["train_loop_config"], "lr": 0.2},
+                    "train_loop_config": {
+                        **RUN["train_loop_config"],
+                        "lr": 0.2,
+                    },
                 },
             ),
             fresh=False,
@@ -210,12 +216,20 @@ def test_only_what_may_take_memory_separates_batch_sizes(user):
     def key(**trial):
         return key_of(
             trial_tree(
-                train, {name.replace("__", "."): value for name, value in trial.items()}
+                train,
+                {
+                    name.replace("__", "."): value
+                    for name, value in trial.items()
+                },
             ),
             "cpu",
         )
 
-    assert key() == key(batch_size_per_worker=32) == key(train_loop_config__lr=0.5)
+    assert (
+        key()
+        == key(batch_size_per_worker=32)
+        == key(train_loop_config__lr=0.5)
+    )
     assert (
         len(
             {
@@ -234,7 +248,7 @@ def test_only_what_may_take_memory_separates_batch_sizes(user):
     [
         (
             {"finalists": 2},
-            "repeats trials with other seeds, which a train_func is not given; remove it",
+            "repeats trials with other seeds, and a train_func gets no seed; remove it",
         ),
         (
             {"space": {"train_loop_config.loader.rows": [0]}},
@@ -250,7 +264,7 @@ def test_only_what_may_take_memory_separates_batch_sizes(user):
         ),
         (
             {"space": {"precision": ["a"], "train_loop_config.kind": ["b"]}},
-            "`space.train_loop_config.kind` is precision, which is there too; keep one of the two",
+            "`space.train_loop_config.kind` is the same key as `precision` (by the function's `keys`), and the space has both; keep one of the two",
         ),
     ],
 )
@@ -263,11 +277,18 @@ def test_what_a_sweep_of_a_function_cannot_have(user, change, sentence):
 def test_best_yaml_is_the_functions_configuration(user):
     found = sweep(user)
     records = [
-        record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size)
+        record(
+            {"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size
+        )
         for size in (8, 16)
     ]
     write_report(
-        found.storage, found.config, found.train, records, {}, task_dir=str(user)
+        found.storage,
+        found.config,
+        found.train,
+        records,
+        {},
+        task_dir=str(user),
     )
     best = read_run(found.storage.locate("best.yaml"), {})
     assert best.load()() == {"lr": 0.1, "loader": {"rows": 16}, "kind": "fp32"}
@@ -280,8 +301,14 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user):
     objective = sweep(user).config.objective
     outcome = {"status": "done", "result": {"peak_memory_bytes": 5}}
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
-    fast = make_record({}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
-    assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (8.0, 5, None)
+    fast = make_record(
+        {}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome
+    )
+    assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (
+        8.0,
+        5,
+        None,
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 1e300])

@@ -1,8 +1,8 @@
-"""Any input, for every door that reads what somebody else wrote: taken, or refused in
-one sentence of ours.
+"""Any input, for every door that reads what somebody else wrote: taken, or
+refused in one sentence of ours.
 
-Hypothesis draws the inputs: some dozens a door in the suite, always the same ones, and
-thousands in `make faults` (`pytest --hypothesis-profile faults`).
+Hypothesis draws the inputs: some dozens a door in the suite, always the same
+ones, and thousands in `make faults` (`pytest --hypothesis-profile faults`).
 """
 
 import contextlib
@@ -61,8 +61,12 @@ DRAWN = SWEEP | {
     "space": {"optimizer.lr": {"loguniform": [1e-3, 1e-1]}},
     "budget": {"trials": 3},
 }
-TRAIN_KEYS = [key for key, _, _ in entries(TrainConfig)] + list(TrainConfig.foreign)
-SWEEP_KEYS = [key for key, _, _ in entries(SweepConfig)] + list(SweepConfig.foreign)
+TRAIN_KEYS = [key for key, _, _ in entries(TrainConfig)] + list(
+    TrainConfig.foreign
+)
+SWEEP_KEYS = [key for key, _, _ in entries(SweepConfig)] + list(
+    SweepConfig.foreign
+)
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +76,15 @@ def _in_the_repository(monkeypatch):
 
 @contextlib.contextmanager
 def refused_in_one_sentence():
-    """An error of ours is one printable line with field, rule and fix; any other is the
-    test's failure.
+    """An error of ours is one printable line with field, rule and fix; any
+    other is the test's failure.
     """
     try:
         yield
     except PacelineError as error:
-        for each in error.errors if isinstance(error, ConfigErrors) else [error]:
+        for each in (
+            error.errors if isinstance(error, ConfigErrors) else [error]
+        ):
             assert str(each).isprintable()
             assert 10 < len(str(each)) < 4000
             if isinstance(each, ConfigError):
@@ -155,16 +161,19 @@ REPEATED = [
 def laughs(levels, width):
     """Aliases of aliases: `width` to the power of `levels` values in a few lines."""
     lines = ["a0: &a0 x"] + [
-        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]"
+        for n in range(1, levels)
     ]
     return "\n".join(lines)
 
 
 RAW = st.one_of(
-    st.tuples(st.sampled_from(REPEATED), st.sampled_from([1, 10, 64, 500, 20_000])).map(
-        lambda drawn: drawn[0][0] + drawn[0][1] * drawn[1] + drawn[0][2]
+    st.tuples(
+        st.sampled_from(REPEATED), st.sampled_from([1, 10, 64, 500, 20_000])
+    ).map(lambda drawn: drawn[0][0] + drawn[0][1] * drawn[1] + drawn[0][2]),
+    st.tuples(st.integers(1, 40), st.integers(1, 12)).map(
+        lambda shape: laughs(*shape)
     ),
-    st.tuples(st.integers(1, 40), st.integers(1, 12)).map(lambda shape: laughs(*shape)),
     st.sampled_from(SNIPPETS),
 )
 
@@ -172,7 +181,9 @@ RAW = st.one_of(
 def paths(tree, prefix=""):
     """The dotted path of every part, of those whose keys have no dots."""
     if isinstance(tree, dict | list):
-        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        for key, part in (
+            tree.items() if isinstance(tree, dict) else enumerate(tree)
+        ):
             if key != "" and "." not in str(key):
                 yield f"{prefix}{key}"
                 yield from paths(part, f"{prefix}{key}.")
@@ -183,7 +194,11 @@ def trees(draw, bases, keys):
     """A good tree with some parts replaced, removed or added."""
     tree = copy.deepcopy(draw(st.sampled_from(bases)))
     for _ in range(draw(st.integers(0, 3))):
-        added = draw(st.sampled_from(keys)) if keys and draw(st.booleans()) else None
+        added = (
+            draw(st.sampled_from(keys))
+            if keys and draw(st.booleans())
+            else None
+        )
         if added is not None and isinstance(tree, dict):
             tree[added] = copy.deepcopy(draw(VALUES))
             continue
@@ -204,14 +219,20 @@ def damaged(draw, whole):
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
         length = draw(st.sampled_from([0, 1, 8, 64]))
-        data[at : at + length] = draw(st.binary(max_size=8) | st.just(b"\xff" * 8))
+        data[at : at + length] = draw(
+            st.binary(max_size=8) | st.just(b"\xff" * 8)
+        )
     return bytes(
-        data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+        data[: draw(st.integers(0, len(data)))]
+        if draw(st.booleans())
+        else data
     )
 
 
 def dump(tree):
-    return str(yaml.safe_dump(tree, sort_keys=False)).encode(errors="surrogatepass")
+    return str(yaml.safe_dump(tree, sort_keys=False)).encode(
+        errors="surrogatepass"
+    )
 
 
 def files(bases, keys=None):
@@ -238,7 +259,9 @@ def test_sweep_yaml(data):
 
 NAMES = st.sampled_from(TRAIN_KEYS + ODD_NAMES) | st.text(max_size=12)
 TYPED = (
-    VALUES.map(lambda value: str(yaml.safe_dump(value, default_flow_style=True)))
+    VALUES.map(
+        lambda value: str(yaml.safe_dump(value, default_flow_style=True))
+    )
     | RAW
     | st.text(max_size=20)
 )
@@ -260,9 +283,9 @@ def test_overrides(options):
         file = write(directory, dump(TRAIN))
         read_spec(
             file,
-            Command("python -m trainers", train, TrainConfig).parse([file, *typed])[
-                "overrides"
-            ],
+            Command("python -m trainers", train, TrainConfig).parse(
+                [file, *typed]
+            )["overrides"],
         )
 
 
@@ -280,7 +303,9 @@ def test_cluster_files(data):
     ):
         code = cluster.__main__.main(["validate", write(directory, data)])
     lines = err.getvalue().splitlines()
-    assert code == (2 if any(line.startswith("error: ") for line in lines) else 0)
+    assert code == (
+        2 if any(line.startswith("error: ") for line in lines) else 0
+    )
     assert all(
         line.startswith(("error: ", "warning: ")) and line.isprintable()
         for line in lines
@@ -292,8 +317,8 @@ def test_cluster_files(data):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Two whole checkpoints, the second by rows, a result, a log, a trial, and what is
-    known of microbatches.
+    """Two whole checkpoints, the second by rows, a result, a log, a trial, and
+    what is known of microbatches.
     """
     directory = tmp_path_factory.mktemp("kept")
     storage = Storage(str(directory))
@@ -304,22 +329,29 @@ def kept(tmp_path_factory):
         for name in names
     }
     archive.seal(
-        Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2
+        Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN),
+        keep=2,
     )
-    weights = {"model": {"weight": torch.arange(300_000.0), "bias": torch.ones(3)}}
+    weights = {
+        "model": {"weight": torch.arange(300_000.0), "bias": torch.ones(3)}
+    }
     cut = cut_large(weights)
     written = {
-        name: archive.write("step-000000000002", name, cut.rest) for name in names
+        name: archive.write("step-000000000002", name, cut.rest)
+        for name in names
     }
     written[shard_file(0)] = archive.write_rows(
         "step-000000000002", shard_file(0), cut.rows
     )
     archive.seal(
-        Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2
+        Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN),
+        keep=2,
     )
     storage.write(
         "result.json",
-        RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024).to_json().encode(),
+        RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024)
+        .to_json()
+        .encode(),
     )
     log = RunLog(storage)
     log.add({"step": 1, "epoch": 1.0, "train_loss": 0.5})
@@ -346,7 +378,9 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", ["checkpoints/*/*", "*.json", "log/*", "trials/*"])
+@pytest.mark.parametrize(
+    "pattern", ["checkpoints/*/*", "*.json", "log/*", "trials/*"]
+)
 @given(data=st.data())
 def test_files_of_a_run_or_sweep(pattern, kept, data):
     name = data.draw(
@@ -360,7 +394,9 @@ def test_files_of_a_run_or_sweep(pattern, kept, data):
         st.sampled_from([b"", b"[" * 5000, b"\xff\xfe"]),
     ]
     with contextlib.suppress(ValueError):
-        tree = json.loads(whole.splitlines()[0] if name.endswith("l") else whole)
+        tree = json.loads(
+            whole.splitlines()[0] if name.endswith("l") else whole
+        )
         instead.append(
             trees([tree], []).map(lambda changed: json.dumps(changed).encode())
         )
@@ -368,7 +404,10 @@ def test_files_of_a_run_or_sweep(pattern, kept, data):
         shutil.copytree(kept, directory, dirs_exist_ok=True)
         (directory / name).write_bytes(data.draw(st.one_of(instead)))
         (directory / "config.yaml").write_bytes(dump(TRAIN))
-        named = TRAIN | {"name": directory.name, "storage_path": str(directory.parent)}
+        named = TRAIN | {
+            "name": directory.name,
+            "storage_path": str(directory.parent),
+        }
         spec = read_spec(write(directory, dump(named)), {})
         for read in [*READERS, lambda _: prepare_storage(spec, False)]:
             with refused_in_one_sentence():

@@ -1,5 +1,5 @@
-"""Captured steps, with a capture that replays Python in place of kernels: what is
-replayed when, and on which data.
+"""Captured steps, with a capture that replays Python in place of kernels: what
+is replayed when, and on which data.
 
 What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
 """
@@ -22,15 +22,15 @@ from trainers.task import Task
 
 CPU = torch.device("cpu")
 EPOCH = [[4, 4], [4, 4], [4, 4], [3]]  # three full steps and a short one
-# Exact in float32, the format of a captured learning rate, so that eager and captured
-# steps agree to the last bit.
+# Exact in float32, the format of a captured learning rate, so that eager and
+# captured steps agree to the last bit.
 LR = 0.125
 FACTORS = [0.25, 0.5, 1.0, 0.75, 0.5, 0.25, 0.125]
 
 
 class Fake:
-    """A capture as CUDA's: recording does nothing, and what is replayed has only what
-    it was recorded with.
+    """A capture as CUDA's: recording does nothing, and what is replayed has
+    only what it was recorded with.
     """
 
     def __init__(self, failure=None):
@@ -84,7 +84,9 @@ class Weighted(Regression):
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+    )
 
 
 def adamw(parameters):
@@ -136,11 +138,13 @@ def train(step, plans, factors=FACTORS):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("task", [Regression(), Weighted()], ids=["samples", "weights"])
+@pytest.mark.parametrize(
+    "task", [Regression(), Weighted()], ids=["samples", "weights"]
+)
 @pytest.mark.parametrize("optimizer", [adamw, adam, sgd, several])
 def test_captured_training_is_training(optimizer, task, precision):
-    """New data, a learning rate that changes with every step, accumulation, and a short
-    step between the replays.
+    """New data, a learning rate that changes with every step, accumulation,
+    and a short step between the replays.
     """
     capture = Fake()
     captured = make(capture, optimizer, task, precision)
@@ -193,8 +197,8 @@ def test_a_step_of_another_size_is_captured_in_its_place():
 
 
 def test_what_a_graph_writes_is_what_others_read():
-    """A graph writes to addresses: a step that rebinds one of these would leave them
-    stale.
+    """A graph writes to addresses: a step that rebinds one of these would
+    leave them stale.
     """
     step = make(Fake(), precision="fp16")
     train(step, [[4, 4]] * 2)
@@ -206,9 +210,17 @@ def test_what_a_graph_writes_is_what_others_read():
             for value in moments.values()
         ]
         scaler = [step.scaler._scale, step.scaler._growth_tracker]
-        own = [value for value in vars(step).values() if isinstance(value, Tensor)]
+        own = [
+            value for value in vars(step).values() if isinstance(value, Tensor)
+        ]
         rates = [group["lr"] for group in step.optimizer.param_groups]
-        tensors = [*step.forward.model.parameters(), *state, *scaler, *own, *rates]
+        tensors = [
+            *step.forward.model.parameters(),
+            *state,
+            *scaler,
+            *own,
+            *rates,
+        ]
         assert all(isinstance(tensor, Tensor) for tensor in tensors)
         return [tensor.data_ptr() for tensor in tensors]
 
@@ -226,7 +238,9 @@ def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away():
     first = train(step, [[4]] * 5)
     second = train(plain, [[4]] * 5)
     for one in (step, plain):
-        one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+        one.optimizer.load_state_dict(
+            copy.deepcopy(one.optimizer.state_dict())
+        )
     rates = [group["lr"] for group in step.optimizer.param_groups]
     assert first + train(step, [[4]] * 5) == second + train(plain, [[4]] * 5)
     assert all(
@@ -247,8 +261,13 @@ def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason():
         train(step, [[4]] * 5)
     text = str(raised.value)
     assert text.startswith(
-        "`cuda_graphs` is true, but needs a step that the host never waits in"
+        "`cuda_graphs: true` needs a step in which the host never waits for the device"
     )
-    assert "(CUDA error: operation not permitted when stream is capturing)" in text
+    assert (
+        "(CUDA error: operation not permitted when stream is capturing)"
+        in text
+    )
     assert "set `cuda_graphs: false`" in text
-    assert [group["capturable"] for group in step.optimizer.param_groups] == [False]
+    assert [group["capturable"] for group in step.optimizer.param_groups] == [
+        False
+    ]

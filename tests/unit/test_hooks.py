@@ -1,5 +1,5 @@
-"""Hooks of a Task: when they are called, with what, and that a task without them pays
-nothing.
+"""Hooks of a Task: when they are called, with what, and that a task without
+them pays nothing.
 """
 
 import torch
@@ -25,7 +25,9 @@ class Clipped(Task):
         self.seen = 0.0
 
     def model(self):
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)
+        ).double()
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
@@ -67,11 +69,15 @@ CHANGES = {
 }
 
 
-def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(tmp_path):
+def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(
+    tmp_path,
+):
     context = Context(tmp_path / "run")
     fit(Clipped(tmp_path / "calls"), config(**CHANGES), context)
     figures = {
-        row["step"]: row["val_loss"] for row, _ in context.reports if "val_loss" in row
+        row["step"]: row["val_loss"]
+        for row, _ in context.reports
+        if "val_loss" in row
     }
     expected = []
     for step in range(1, STEPS + 1):

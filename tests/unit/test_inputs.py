@@ -1,6 +1,8 @@
-"""Files and words of strangers: whatever they hold, one sentence and exit code 2, at
-once and in little memory.
+"""Files and words of strangers: whatever they hold, one sentence and exit code
+2, at once and in little memory.
 """
+
+import re
 
 import pytest
 
@@ -76,7 +78,10 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_of_text(kind, tmp_path, capsys):
     KINDS[kind](tmp_path / "given.yaml")
-    for file in (str(tmp_path / "given.yaml"), f"file://{tmp_path}/given.yaml"):
+    for file in (
+        str(tmp_path / "given.yaml"),
+        f"file://{tmp_path}/given.yaml",
+    ):
         for door in DOORS if "://" not in file else ("trainers", "tune"):
             assert DOORS[door](file) in (
                 (1, 2) if kind == "link_to_itself" else (2,)
@@ -88,7 +93,17 @@ def test_what_is_no_file_of_text(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "a\0b", "a\0b/c", "x" * 300, "x" * 5000, "/dev/zero/x", "\udcff", "a\nb"],
+    [
+        "",
+        ".",
+        "a\0b",
+        "a\0b/c",
+        "x" * 300,
+        "x" * 5000,
+        "/dev/zero/x",
+        "\udcff",
+        "a\nb",
+    ],
 )
 def test_a_name_that_no_file_can_have(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -126,9 +141,9 @@ def test_a_byte_order_mark_and_aliases_are_fine():
             "`data.num_workers` (DataLoader processes of each worker) or `scaling.num_workers`",
         ),
         ("fp16", "`precision`"),
-        ("sampler", "follows from `seed` alone"),
+        ("sampler", "follows from `seed`"),
         ("Weight-Decay", "`optimizer.weight_decay`"),
-        ("zebra", "`python -m trainers --help` lists the keys"),
+        ("zebra", "find the keys with `python -m trainers --help`"),
     ],
 )
 def test_a_key_of_another_tool(name, here):
@@ -164,14 +179,21 @@ SHAPES = [
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
     ("aws", put("max_workers", 10**12), "max_workers"),
     ("aws", put("head_node", "x"), "head_node"),
-    ("onprem", put("provider.worker_ips", [{"a": 1}]), "provider.worker_ips.0"),
+    (
+        "onprem",
+        put("provider.worker_ips", [{"a": 1}]),
+        "provider.worker_ips.0",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "field"), SHAPES, ids=[f"{case[0]}-{case[2]}" for case in SHAPES]
+    ("name", "change", "field"),
+    SHAPES,
+    ids=[f"{case[0]}-{case[2]}" for case in SHAPES],
 )
 def test_a_cluster_file_of_any_shape(name, change, field, tmp_path, capsys):
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
-    assert f"{field}` " in one_sentence(capsys)
+    named = rf"{re.escape(field)}(: [^`]*)?` "
+    assert re.search(named, one_sentence(capsys))

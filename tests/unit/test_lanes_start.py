@@ -1,5 +1,5 @@
-"""Which lanes start, without Ray: none beside the repeats of the finalists, which are
-measured alone.
+"""Which lanes start, without Ray: none beside the repeats of the finalists,
+which are measured alone.
 """
 
 from types import SimpleNamespace
@@ -27,7 +27,9 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
     monkeypatch.setattr(module, "is_alive", lambda: True)
     scaling = ScalingConfig()
     storage = Storage(str(tmp_path))
-    lanes = Lanes(mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False)
+    lanes = Lanes(
+        mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False
+    )
     begun = []
 
     def fit(lane: int) -> None:
@@ -36,7 +38,9 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
         raise LaneEnded
 
     monkeypatch.setattr(
-        lanes, "_wait_for_turn", lambda lane: lane < 2 or lanes._settled.wait(60)
+        lanes,
+        "_wait_for_turn",
+        lambda lane: lane < 2 or lanes._settled.wait(60),
     )
     monkeypatch.setattr(lanes, "_fit", fit)
     lanes.grow(3)

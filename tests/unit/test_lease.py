@@ -1,5 +1,5 @@
-"""The lease of a directory: who gets it, who is refused, and that whoever has lost it
-writes nothing more.
+"""The lease of a directory: who gets it, who is refused, and that whoever has
+lost it writes nothing more.
 """
 
 import io
@@ -19,15 +19,23 @@ from pyarrow import fs
 from tests.waits import until
 from trainers import lease
 from trainers.errors import ConfigError, LeaseError
-from trainers.lease import LEASE, SETTLE_S, STALE_S, Holder, _Lease, fenced, held
+from trainers.lease import (
+    LEASE,
+    SETTLE_S,
+    STALE_S,
+    Holder,
+    _Lease,
+    fenced,
+    held,
+)
 from trainers.storage import Storage
 
 MARK = "config.yaml"
 
 
 class Clock:
-    """Time that passes only while somebody sleeps; `then` is called with the time that
-    has passed, after each sleep.
+    """Time that passes only while somebody sleeps; `then` is called with the
+    time that has passed, after each sleep.
     """
 
     strftime = staticmethod(time.strftime)
@@ -55,8 +63,8 @@ def clock(monkeypatch):
 
 
 class Objects:
-    """A filesystem that is not local: no exclusive creation, and a file appears whole
-    when its stream is closed.
+    """A filesystem that is not local: no exclusive creation, and a file
+    appears whole when its stream is closed.
     """
 
     def __init__(self, root):
@@ -95,7 +103,9 @@ def storage(request, tmp_path, monkeypatch):
 
 
 def elsewhere():
-    return replace(Holder.this_process(), machine="another boot pid:[1]", host="node-2")
+    return replace(
+        Holder.this_process(), machine="another boot pid:[1]", host="node-2"
+    )
 
 
 def leave(storage, holder):
@@ -125,7 +135,10 @@ def test_a_new_lease_costs_no_wait_on_a_local_directory(storage, clock):
 def test_a_living_holder_is_named_and_keeps_it(storage, clock):
     parent = os.getppid()
     live = replace(
-        Holder.this_process(), pid=parent, started=lease._started(parent), host="here"
+        Holder.this_process(),
+        pid=parent,
+        started=lease._started(parent),
+        host="here",
     )
     leave(storage, live)
     with pytest.raises(ConfigError) as met, held(storage, MARK):
@@ -137,7 +150,9 @@ def test_a_living_holder_is_named_and_keeps_it(storage, clock):
 
 
 @pytest.mark.parametrize("kind", ["ended", "zombie", "pid of another by now"])
-def test_a_process_of_this_machine_that_has_ended_holds_nothing(storage, clock, kind):
+def test_a_process_of_this_machine_that_has_ended_holds_nothing(
+    storage, clock, kind
+):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     dead = replace(
         Holder.this_process(), pid=child.pid, started=lease._started(child.pid)
@@ -173,7 +188,9 @@ def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(storage, clock):
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"pid": 1}'])
-def test_a_lease_that_cannot_be_read_is_watched_like_any_other(storage, clock, data):
+def test_a_lease_that_cannot_be_read_is_watched_like_any_other(
+    storage, clock, data
+):
     storage.write(LEASE, data)
     with held(storage, MARK):
         storage.write(MARK, b"")
@@ -220,7 +237,9 @@ def empty(storage):
         storage.delete(name)
 
 
-@pytest.mark.parametrize("change", [take, lambda storage: storage.delete(MARK), empty])
+@pytest.mark.parametrize(
+    "change", [take, lambda storage: storage.delete(MARK), empty]
+)
 def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
     storage, mine, clock, change
 ):
@@ -246,7 +265,9 @@ def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
 
 
 @pytest.mark.parametrize("change", [take, empty])
-def test_the_holder_hears_that_it_has_lost_it_and_says_so(storage, monkeypatch, change):
+def test_the_holder_hears_that_it_has_lost_it_and_says_so(
+    storage, monkeypatch, change
+):
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
     monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     with pytest.raises(LeaseError), held(storage, MARK) as token:  # noqa: PT012
@@ -254,8 +275,8 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(storage, monkeypatch, 
         change(storage)
 
         def is_renewed():
-            """What a newcomer finds when it looks again: a holder that had looked
-            before has written after it.
+            """What a newcomer finds when it looks again: a holder that had
+            looked before has written after it.
             """
             if storage.exists(LEASE) and on_storage(storage).token == token:
                 change(storage)

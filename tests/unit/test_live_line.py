@@ -23,8 +23,8 @@ def now(monkeypatch):
 
 
 def tell(course, total, until, first=0, **start):
-    """Tell of a run until a step; each step, evaluation and window takes as long as all
-    others.
+    """Tell of a run until a step; each step, evaluation and window takes as
+    long as all others.
 
     Its wall time.
     """
@@ -48,7 +48,12 @@ def tell(course, total, until, first=0, **start):
         if step % 10 == 0:
             figures = {"train_loss": 0.25, "samples_per_s": 1234.0, "lr": 0.1}
             course.take(
-                {"record": "train", **position, "wall_time_s": wall_s, **figures}
+                {
+                    "record": "train",
+                    **position,
+                    "wall_time_s": wall_s,
+                    **figures,
+                }
             )
         if step % INTERVAL == 0:
             wall_s += EVALUATION_S
@@ -63,8 +68,12 @@ def tell(course, total, until, first=0, **start):
     return wall_s
 
 
-@pytest.mark.parametrize(("first", "until"), [(0, 200), (400, 600), (400, 630)])
-def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now, first, until):
+@pytest.mark.parametrize(
+    ("first", "until"), [(0, 200), (400, 600), (400, 630)]
+)
+def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(
+    now, first, until
+):
     course = Course("run")
     tell(course, 1000, until, first)
     newest = until // 10 * 10
@@ -90,6 +99,7 @@ def test_what_is_no_json_is_told_as_null_and_no_secret_is(monkeypatch, capfd):
         )
     shown = capfd.readouterr()
     assert (
-        shown.out == '{"record": "train", "loss": null, "of": [null, 1, true, "***"]}\n'
+        shown.out
+        == '{"record": "train", "loss": null, "of": [null, 1, true, "***"]}\n'
     )
     assert shown.err == "to standard error\n"

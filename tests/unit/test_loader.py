@@ -1,5 +1,5 @@
-"""Batches: the same ones by every way that data can take, in the order that was asked
-for.
+"""Batches: the same ones by every way that data can take, in the order that
+was asked for.
 """
 
 import os
@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 SIZE = 23
 INPUTS = torch.arange(SIZE * 3, dtype=torch.float32).reshape(SIZE, 3)
 LABELS = torch.arange(SIZE)
-ASKED = [torch.tensor([3, 1, 22]), torch.tensor([0]), torch.tensor([5, 5, 7, 2])]
+ASKED = [
+    torch.tensor([3, 1, 22]),
+    torch.tensor([0]),
+    torch.tensor([5, 5, 7, 2]),
+]
 
 
 class Samples(Dataset[Any]):
@@ -66,11 +70,15 @@ class Marked(Task):
 
 
 def feed(dataset, **options):
-    return task_feed(dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0)
+    return task_feed(
+        dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0
+    )
 
 
 def collect(source, asked=ASKED):
-    found = [tensors_of(batch) for batch in source.batches(asked, training=True)]
+    found = [
+        tensors_of(batch) for batch in source.batches(asked, training=True)
+    ]
     source.close()
     return found
 
@@ -102,7 +110,10 @@ def test_every_way_gives_the_batches_asked_for(way):
 def test_a_loader_process_serves_one_epoch_after_another():
     source = feed(Samples(), num_workers=1)
     for asked in (ASKED, ASKED[::-1], ASKED[:1]):
-        rows = [batch[1].tolist() for batch in source.batches(asked, training=False)]
+        rows = [
+            batch[1].tolist()
+            for batch in source.batches(asked, training=False)
+        ]
         assert rows == [indices.tolist() for indices in asked]
     source.close()
 
@@ -113,13 +124,17 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch):
     assert feed(small).resident is not None
     assert feed(Samples()).resident is None
     assert feed(small, num_workers=1).resident is None
-    monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it)
+    monkeypatch.setattr(
+        loader, "total_memory_bytes", lambda _: 10 * bytes_of_it
+    )
     assert feed(small).resident is not None
     shared = task_feed(
         small, Marked(), DataConfig(), CPU, sharers=2, seed=0
     )  # twice the data on one host
     assert shared.resident is None
-    monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10)
+    monkeypatch.setattr(
+        loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10
+    )
     assert feed(small).resident is None
     assert feed(small, resident=True).resident is not None
 
@@ -201,7 +216,8 @@ def test_what_a_task_changes_is_seen_by_the_next_batches(change, options):
     found = []
     for _ in range(2):
         found += [
-            batch.tolist() for batch in source.batches([torch.arange(3)], training=True)
+            batch.tolist()
+            for batch in source.batches([torch.arange(3)], training=True)
         ]
         change(task)
     source.close()
@@ -220,8 +236,8 @@ def test_closing_ends_loader_processes():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_terminal_ends_no_loader_process(number):
-    """It signals all processes of the command, again and again; the loop decides when
-    to stop.
+    """It signals all processes of the command, again and again; the loop
+    decides when to stop.
     """
     one = feed(Samples(), num_workers=1)
     batches = one.batches(ASKED, training=True)

@@ -1,5 +1,5 @@
-"""The loop on a CPU, one worker: resume at every step, stop, divergence, and what is
-written.
+"""The loop on a CPU, one worker: resume at every step, stop, divergence, and
+what is written.
 """
 
 import math
@@ -33,8 +33,8 @@ class Power(BaseException):
 
 
 class Tiny(Task):
-    """Dropout, BatchNorm, a random transform and a state of its own: all that a resume
-    could get wrong.
+    """Dropout, BatchNorm, a random transform and a state of its own: all that
+    a resume could get wrong.
     """
 
     def __init__(self):
@@ -76,8 +76,8 @@ class Tiny(Task):
 
 
 class Context(LocalContext):
-    """Keeps the reports, may ask to stop, and may lose power when a checkpoint of a
-    step is reported.
+    """Keeps the reports, may ask to stop, and may lose power when a checkpoint
+    of a step is reported.
     """
 
     def __init__(self, path, stop=lambda: False, cut_at_step=None):
@@ -138,7 +138,9 @@ def evaluations(path):
 def weights(path):
     from trainers.devices.group import Group
 
-    loaded = Checkpoints(Storage(str(path)), Group(0, 1, torch.device("cpu")), 1).load()
+    loaded = Checkpoints(
+        Storage(str(path)), Group(0, 1, torch.device("cpu")), 1
+    ).load()
     return dict(loaded.state["model"])
 
 
@@ -148,13 +150,17 @@ def assert_same_run(path, reference):
 
 
 def check_resume(path, make, *cuts, **changes):
-    """Train unbroken in `whole`, and in `cut` with a power cut after each of these
-    steps: one run, to the last bit.
+    """Train unbroken in `whole`, and in `cut` with a power cut after each of
+    these steps: one run, to the last bit.
     """
     fit(make(), config(**changes), Context(path / "whole"))
     for step in cuts:
         with pytest.raises(Power):
-            fit(make(), config(**changes), Context(path / "cut", cut_at_step=step))
+            fit(
+                make(),
+                config(**changes),
+                Context(path / "cut", cut_at_step=step),
+            )
     fit(make(), config(**changes), Context(path / "cut"))
     assert_same_run(path / "cut", path / "whole")
 
@@ -184,7 +190,21 @@ def test_the_log_has_each_step_once(unbroken):
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
-@pytest.mark.parametrize("at_step", range(1, 3 * PER_EPOCH))
+# After the first, in an epoch, at its end, after that, and before the last.
+@pytest.mark.parametrize(
+    "at_step",
+    [
+        1,
+        3,
+        5,
+        6,
+        14,
+        *(
+            pytest.param(step, marks=pytest.mark.campaign)
+            for step in (2, 4, *range(7, 14))
+        ),
+    ],
+)
 def test_a_power_cut_at_any_step_changes_nothing(at_step, unbroken, tmp_path):
     with pytest.raises(Power):
         fit(Tiny(), config(), Context(tmp_path, cut_at_step=at_step))
@@ -211,7 +231,9 @@ def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(
     assert_same_run(tmp_path, unbroken)
 
 
-def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken, tmp_path):
+def test_a_stop_request_checkpoints_and_the_same_command_goes_on(
+    unbroken, tmp_path
+):
     asked = iter([False, False, True])
     result = train(tmp_path, stop=lambda: next(asked))
     assert result.status == "stopped"
@@ -249,8 +271,9 @@ class Poisoned(Tiny):
         )
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-@pytest.mark.parametrize("every", [1, 4, 99])
+@pytest.mark.parametrize(
+    ("factor", "every"), [(math.nan, 1), (math.inf, 4), (math.nan, 99)]
+)
 def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(
     tmp_path, every, factor
 ):
@@ -269,8 +292,13 @@ def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(
         return
     newest = f"step-{good[-1]:012d}"
     assert newest in str(raised.value)
-    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == newest
-    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+    assert (
+        max(path.name for path in (tmp_path / "checkpoints").iterdir())
+        == newest
+    )
+    assert all(
+        tensor.isfinite().all() for tensor in weights(tmp_path).values()
+    )
 
 
 def test_without_storage_nothing_is_kept(tmp_path, monkeypatch):
@@ -287,7 +315,14 @@ def test_without_storage_nothing_is_kept(tmp_path, monkeypatch):
 def test_reports_carry_metrics_and_checkpoints(tmp_path):
     context = Context(tmp_path)
     fit(Tiny(), config(checkpoint={"every_epochs": 1}), context)
-    assert [metrics["step"] for metrics, _ in context.reports] == [5, 5, 10, 10, 15, 15]
+    assert [metrics["step"] for metrics, _ in context.reports] == [
+        5,
+        5,
+        10,
+        10,
+        15,
+        15,
+    ]
     evaluated = context.reports[-2]
     kept = context.reports[-1]
     assert evaluated[1] is None
@@ -311,7 +346,11 @@ def test_reports_carry_metrics_and_checkpoints(tmp_path):
 def test_the_result_is_written_as_it_is_returned(tmp_path):
     result = train(tmp_path, epochs=2)
     assert kept_result(tmp_path) == result
-    assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (
+    assert (
+        result.global_batch_size,
+        result.microbatch_size,
+        result.accumulation,
+    ) == (
         5,
         3,
         2,
@@ -348,7 +387,8 @@ def test_the_result_is_written_as_it_is_returned(tmp_path):
 def test_checkpoints_are_written_when_they_are_due(tmp_path, keep, expected):
     train(tmp_path, checkpoint=keep)
     assert [
-        int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())
+        int(path.name[5:])
+        for path in sorted((tmp_path / "checkpoints").iterdir())
     ] == expected
 
 
@@ -368,7 +408,9 @@ def test_a_dataset_that_counts_its_ranks_share_is_refused(which):
         def dataset(self, split):
             return Sharing() if split == which else super().dataset(split)
 
-    with pytest.raises(ConfigError, match=r"dataset\(.*Sharing.*return it from stream"):
+    with pytest.raises(
+        ConfigError, match=r"dataset\(.*Sharing.*return it from stream"
+    ):
         train(None, Split())
 
 
@@ -384,7 +426,9 @@ class Larger(Tiny):
         ("train_samples", Larger(), {}),
     ],
 )
-def test_a_checkpoint_of_other_steps_is_refused(tmp_path, field, task, changes):
+def test_a_checkpoint_of_other_steps_is_refused(
+    tmp_path, field, task, changes
+):
     train(tmp_path, epochs=1)
     with pytest.raises((ConfigError, CheckpointError), match=field):
         train(tmp_path, task, epochs=2, **changes)
@@ -400,8 +444,8 @@ def test_a_task_state_that_cannot_be_loaded_safely_is_refused_before_training():
 
 
 class Steep(Tiny):
-    """Gradients that overflow at the scaler's first scales: it skips steps until its
-    scale fits.
+    """Gradients that overflow at the scaler's first scales: it skips steps
+    until its scale fits.
     """
 
     def loss(self, outputs, batch):

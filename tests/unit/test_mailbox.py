@@ -1,5 +1,5 @@
-"""The mailbox without Ray: who gets which trial, what is heard of it, and what happens
-when a lane is lost.
+"""The mailbox without Ray: who gets which trial, what is heard of it, and what
+happens when a lane is lost.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
 
 def asynchronous(test):
-    """Run a test with a new mailbox in a loop of its own; one that waits for ever ends
-    after a minute.
+    """Run a test with a new mailbox in a loop of its own; one that waits for
+    ever ends after a minute.
     """
 
     def run():
@@ -53,7 +53,9 @@ async def taken(mailbox, lane=0):
 async def reports(mailbox, trial):
     """The evaluations that the driver would find."""
     return [
-        event.metrics for event in await mailbox.heard(trial) if event.outcome is None
+        event.metrics
+        for event in await mailbox.heard(trial)
+        if event.outcome is None
     ]
 
 
@@ -127,7 +129,9 @@ async def test_a_trial_whose_lane_died_starts_again_before_the_others(
     await mailbox.hello(0)
     assert [await taken(mailbox, 1), await taken(mailbox, 0)] == ["a", "b"]
     await mailbox.hello(0)
-    assert (await mailbox.watch())["running"].keys() == {1}, "the other lane's goes on"
+    assert (await mailbox.watch())["running"].keys() == {1}, (
+        "the other lane's goes on"
+    )
     for step in (10, 20):
         assert await mailbox.report("a", {"step": step})
     await mailbox.end(1, "a", {"status": "done"})
@@ -138,7 +142,9 @@ async def test_a_trial_whose_lane_died_starts_again_before_the_others(
     assert await reports(mailbox, "a") == [{"step": 10}, {"step": 20}]
 
 
-@pytest.mark.parametrize("status", ["out_of_host_memory", "preempted", "hung", "error"])
+@pytest.mark.parametrize(
+    "status", ["out_of_host_memory", "preempted", "hung", "error"]
+)
 def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(
     status,
 ):
@@ -179,9 +185,13 @@ async def test_a_lost_trial_says_who_died_of_what(mailbox):
         await taken(mailbox)
         await mailbox.lost(0, death_of(number, -9, 4711 + number))
     assert (
-        "rank 2 died by SIGKILL (pid 4713)" in (await end_of(mailbox, "a"))["message"]
+        "rank 2 died by SIGKILL (pid 4713)"
+        in (await end_of(mailbox, "a"))["message"]
     )
-    assert "rank 0 died by SIGKILL (pid 4711)" in (await mailbox.watch())["notes"][0]
+    assert (
+        "rank 0 died by SIGKILL (pid 4711)"
+        in (await mailbox.watch())["notes"][0]
+    )
 
 
 @asynchronous
@@ -217,7 +227,9 @@ async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(
     await mailbox.cancel("b")
     assert not await mailbox.report("b", {"step": 2})
     await mailbox.hello(0)
-    assert await taken(mailbox, 0) == "c", "its lane died, and it does not start again"
+    assert await taken(mailbox, 0) == "c", (
+        "its lane died, and it does not start again"
+    )
 
 
 @asynchronous
@@ -225,7 +237,9 @@ async def test_only_a_trial_that_its_user_stopped_was_stopped_by_hand(mailbox):
     await mailbox.steer(Steering(stopped=frozenset({"by its user"})))
     await submit(mailbox, "by its user", "by the search")
     assert await taken(mailbox) == "by the search"
-    await mailbox.end(0, "by the search", {"status": "stopped", "message": "enough"})
+    await mailbox.end(
+        0, "by the search", {"status": "stopped", "message": "enough"}
+    )
     [first] = await mailbox.heard("by its user")
     [second] = await mailbox.heard("by the search")
     assert first.outcome["message"] == BY_HAND
@@ -234,8 +248,8 @@ async def test_only_a_trial_that_its_user_stopped_was_stopped_by_hand(mailbox):
 
 @asynchronous
 async def test_two_submissions_of_one_trial_are_told_apart(mailbox):
-    """Tune may start two actors for one trial: each hears of its own submission, and
-    none waits for ever.
+    """Tune may start two actors for one trial: each hears of its own
+    submission, and none waits for ever.
 
     The driver has the reports of the one that got furthest.
     """
@@ -247,7 +261,8 @@ async def test_two_submissions_of_one_trial_are_told_apart(mailbox):
             await mailbox.report(ticket, {"step": step})
         await mailbox.end(lane, ticket, {"status": "done"})
     assert [
-        (await end_of(mailbox, *at))["lane"] for at in (("first", 1), ("second", 2))
+        (await end_of(mailbox, *at))["lane"]
+        for at in (("first", 1), ("second", 2))
     ] == [0, 1]
     assert await reports(mailbox, "trial") == [{"step": 0}, {"step": 1}]
 
@@ -258,7 +273,9 @@ async def test_closing_sends_every_lane_home_and_stops_what_runs(
 ):
     await submit(mailbox, "a")
     await taken(mailbox, 3)
-    waiting = [asyncio.create_task(mailbox.take(lane, 60)) for lane in range(3)]
+    waiting = [
+        asyncio.create_task(mailbox.take(lane, 60)) for lane in range(3)
+    ]
     await mailbox.close()
     assert await asyncio.gather(*waiting) == ["close"] * 3
     assert not await mailbox.report("a", {"step": 1})
@@ -283,7 +300,11 @@ async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(
         0,
         "c",
         outcome
-        | {"misnamed": ConfigError("checkpoint.best", "val_mea", "is no metric", "")},
+        | {
+            "misnamed": ConfigError(
+                "checkpoint.best", "val_mea", "is no metric", ""
+            )
+        },
     )
     assert (await mailbox.watch())["refusal"].field == "checkpoint.best"
 
@@ -299,8 +320,12 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(
         await mailbox.report(name, {"step": 1})
         await mailbox.end(0, name, {"status": "done"})
     await mailbox.expect(2)
-    assert (await mailbox.next_event("a", 0)).outcome is None, "only ends are held"
-    ends = [asyncio.create_task(mailbox.next_event(name, 1)) for name in ("a", "b")]
+    assert (await mailbox.next_event("a", 0)).outcome is None, (
+        "only ends are held"
+    )
+    ends = [
+        asyncio.create_task(mailbox.next_event(name, 1)) for name in ("a", "b")
+    ]
     done, held = await asyncio.wait(ends, timeout=3 * WAIT_S)
     assert (len(done), len(held)) == (1, 1)
     await submit(mailbox, "c")
@@ -321,17 +346,21 @@ async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitte
     assert await taken(mailbox) == "t/1"
     await mailbox.report("t/1", {"step": 1})
     await mailbox.orphan("t")
-    assert await mailbox.submit(assignment("another/1", "another")) == "another/1"
+    assert (
+        await mailbox.submit(assignment("another/1", "another")) == "another/1"
+    )
     assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
     assert await mailbox.submit(assignment("t/3", "t")) == "t/3", (
         "it has an actor again"
     )
-    assert await taken(mailbox) == "another/1", "the second one of t was not queued"
+    assert await taken(mailbox) == "another/1", (
+        "the second one of t was not queued"
+    )
     await mailbox.cancel("another/1")
     await mailbox.orphan("another")
-    assert await mailbox.submit(assignment("another/2", "another")) == "another/2", (
-        "what was cancelled has no heir"
-    )
+    assert (
+        await mailbox.submit(assignment("another/2", "another")) == "another/2"
+    ), "what was cancelled has no heir"
 
 
 @asynchronous
@@ -342,14 +371,17 @@ async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(
     assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
     assert await mailbox.submit(assignment("u/1", "u")) == "u/1"
     await mailbox.submit_ahead(assignment("u/2", "u"))
-    assert [await taken(mailbox), await taken(mailbox, lane=1)] == ["t/1", "u/1"]
+    assert [await taken(mailbox), await taken(mailbox, lane=1)] == [
+        "t/1",
+        "u/1",
+    ]
     assert await mailbox.take(2, 0) is None
 
 
 @asynchronous
 async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox):
-    """Random search may draw a trial twice: the second one's actor has not heard its
-    end yet.
+    """Random search may draw a trial twice: the second one's actor has not
+    heard its end yet.
     """
     for ticket in ("t/1", "t/2"):
         await mailbox.submit(assignment(ticket, "t"))
@@ -401,7 +433,9 @@ def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(
             "the lane that leaves counts no more"
         )
         again = await mailbox.take(1, WAIT_S)
-        assert (again.ticket, again.source) == ("t/1", refuge), "before the others"
+        assert (again.ticket, again.source) == ("t/1", refuge), (
+            "before the others"
+        )
         await mailbox.lost(0)  # Ray takes the node out
         assert (await mailbox.watch())["running"].keys() == {1}, (
             "the trial is another lane's by now"

@@ -59,7 +59,9 @@ async def ran_out(mailbox, ticket):
 
 
 @asynchronous
-async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(mailbox):
+async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(
+    mailbox,
+):
     await mailbox.hello(0, CPU)
     await learn(mailbox, 0, s8=True, s16=False)
     assert await bounds(mailbox) == (8, 16)
@@ -88,12 +90,17 @@ async def test_what_is_known_not_to_fit_never_runs(mailbox):
 
 
 @asynchronous
-async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(mailbox):
+async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(
+    mailbox,
+):
     await mailbox.hello(0, SMALL)
     await mailbox.hello(1, LARGE)
     await learn(mailbox, 0, s16=False)
     await mailbox.submit(assignment("large", 32))
-    assert [await taken(mailbox, 0), await taken(mailbox, 1)] == [None, "large"]
+    assert [await taken(mailbox, 0), await taken(mailbox, 1)] == [
+        None,
+        "large",
+    ]
     await mailbox.submit(assignment("larger", 64))
     await mailbox.lost(1)
     assert await taken(mailbox, 0) is None

@@ -66,7 +66,10 @@ def test_the_interval_is_that_of_a_mean(time):
     ("durations", "lost_s"),
     [
         ([1.0] * 60 + [40.0] + [1.0] * 40, 39.0),  # stopped
-        ([1.0] * 60 + [9.0] * 10 + [1.0] * 40, 80.0),  # without a processor for a while
+        (
+            [1.0] * 60 + [9.0] * 10 + [1.0] * 40,
+            80.0,
+        ),  # without a processor for a while
         ([1.0] * 60 + [10.0] + [1.0] * 40, 0.0),  # too little to matter
         (([5.0] + [1.0] * 3) * 30, 0.0),  # again and again: the training's own
         ([1.0] * 5 + [1.5] * 40 + [1.0] * 55, 0.0),
@@ -225,7 +228,9 @@ def test_no_size_of_a_figure_hides_its_digits(value, shown):
     assert in_digits(value) == shown
 
 
-@pytest.mark.parametrize("speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)])
+@pytest.mark.parametrize(
+    "speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)]
+)
 def test_a_result_comes_back_from_its_json(speed):
     result = RunResult(
         "stopped",

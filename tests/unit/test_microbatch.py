@@ -1,5 +1,5 @@
-"""The probe of a microbatch: lands on a size that fits, and leaves everything as it
-was, to the bit.
+"""The probe of a microbatch: lands on a size that fits, and leaves everything
+as it was, to the bit.
 """
 
 import copy
@@ -30,7 +30,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.5),
+            nn.Linear(8, 2),
         )
         self.layers[3].bias.requires_grad_(False)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
@@ -41,8 +44,8 @@ class Net(nn.Module):
 
 
 class Hungry(Task):
-    """More than `fits` samples at once are out of memory, in the forward pass or in the
-    loss.
+    """More than `fits` samples at once are out of memory, in the forward pass
+    or in the loss.
     """
 
     def __init__(self, fits, where="forward", error=None):
@@ -95,7 +98,10 @@ def choose(task, wanted, share, model=None, optimizer=None, **known):
     group = Group(0, 1, CPU)
     spec = resolve_precision("fp32", CPU)
     probe = Probe(
-        ForwardPass(model, task, spec, CPU), optimizer, task.dataset("train"), group
+        ForwardPass(model, task, spec, CPU),
+        optimizer,
+        task.dataset("train"),
+        group,
     )
     return choose_microbatch(wanted, share, probe, **known)
 
@@ -114,12 +120,14 @@ def choose(task, wanted, share, model=None, optimizer=None, **known):
         (100, 60, 50, [100, 50]),  # more than the dataset has: samples repeat
     ],
 )
-def test_auto_lands_on_the_largest_part_that_fits(where, share, fits, expected, tried):
+def test_auto_lands_on_the_largest_part_that_fits(
+    where, share, fits, expected, tried
+):
     task = Hungry(fits, where)
     assert choose(task, "auto", share) == expected
     assert sizes(task) == tried
-    # What fits is tried twice: the second step has the optimizer's state in memory, as
-    # all later ones have.
+    # What fits is tried twice: the second step has the optimizer's state in
+    # memory, as all later ones have.
     assert all(task.tried.count(size) == 1 + (size <= fits) for size in tried)
 
 
@@ -137,8 +145,8 @@ def test_a_fixed_size_that_does_not_fit_raises(where):
 
 
 class OwnState(Optimizer):
-    """An optimizer of a user: moments from the start, a step count in the group
-    (schedule-free, Prodigy).
+    """An optimizer of a user: moments from the start, a step count in the
+    group (schedule-free, Prodigy).
     """
 
     def __init__(self, parameters):
@@ -158,11 +166,17 @@ class OwnState(Optimizer):
 
 
 def optimizers(model):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     return {
         "adamw": lambda: AdamW(trained, lr=0.5, weight_decay=0.1, fused=True),
         "sgd": lambda: SGD(trained, lr=0.5, momentum=0.9, fused=True),
-        "adagrad": lambda: Adagrad(trained, lr=0.5),  # has its state from the start
+        "adagrad": lambda: Adagrad(
+            trained, lr=0.5
+        ),  # has its state from the start
         "own": lambda: OwnState(trained),
     }
 
@@ -215,15 +229,19 @@ def test_the_optimizers_own_memory_counts():
     task = Hungry(1000)
     model = Net()
     optimizer = Large(
-        [parameter for parameter in model.parameters() if parameter.requires_grad]
+        [
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
     )
     assert choose(task, "auto", 32, model, optimizer) == 8
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
 def test_auto_takes_as_few_parts_as_fit(share):
-    """The largest even part that fits, for every limit; no size is tried twice, and few
-    that do not fit.
+    """The largest even part that fits, for every limit; no size is tried
+    twice, and few that do not fit.
     """
     for limit in range(1, share + 1):
         tried = []
@@ -233,7 +251,9 @@ def test_auto_takes_as_few_parts_as_fit(share):
             return size <= limit
 
         fewest = next(
-            parts for parts in range(1, share + 1) if -(-share // parts) <= limit
+            parts
+            for parts in range(1, share + 1)
+            if -(-share // parts) <= limit
         )
         assert fewest_parts(share, fits) == -(-share // fewest)
         assert len(set(tried)) == len(tried)
@@ -241,8 +261,8 @@ def test_auto_takes_as_few_parts_as_fit(share):
 
 
 def told(fits, wanted, bounds):
-    """The size where other trials have told `bounds`, the sizes that were tried, and
-    what was told.
+    """The size where other trials have told `bounds`, the sizes that were
+    tried, and what was told.
     """
     task = Hungry(fits)
     said = []
@@ -261,7 +281,8 @@ def test_it_lands_where_it_would_without(fits):
     size, tried, said = told(fits, "auto", (None, None))
     assert {one for one, _ in said} == tried
     assert all(verdict == (one <= fits) for one, verdict in said)
-    # The next trial knows it all: the same size, and nothing runs out of memory again.
+    # The next trial knows it all: the same size, and nothing runs out of
+    # memory again.
     low = max((one for one, verdict in said if verdict), default=None)
     high = min((one for one, verdict in said if not verdict), default=None)
     assert told(fits, "auto", (low, high)) == (size, set(), [])

@@ -44,7 +44,9 @@ class Clock(StepClock):
 @pytest.fixture
 def clock(monkeypatch):
     """Time stands still but for the steps."""
-    monkeypatch.setattr("trainers.measure.clock.time.perf_counter", lambda: 100.0)
+    monkeypatch.setattr(
+        "trainers.measure.clock.time.perf_counter", lambda: 100.0
+    )
     return Clock(CPU)
 
 
@@ -102,7 +104,8 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
         0.0,
     )
     assert [
-        record.getMessage().split(" the others")[0] for record in caplog.records
+        record.getMessage().split(" the others")[0]
+        for record in caplog.records
     ] == [
         f"ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
@@ -112,7 +115,9 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
 
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     result = train(tmp_path, epochs=2)
-    rows = [row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
+    rows = [
+        row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row
+    ]
     assert all(
         row["samples_per_s"] > 0
         and row["step_time_s"] > 0
@@ -123,14 +128,16 @@ def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
         "a CPU has no peak, and one rank no others"
     )
     (row,) = result.ranks
-    assert row["steps"] == PER_EPOCH, "the second epoch: the first is the warm-up"
+    assert row["steps"] == PER_EPOCH, (
+        "the second epoch: the first is the warm-up"
+    )
     assert row["peak_bytes"] == result.peak_memory_bytes
     assert result.mfu is None
 
 
 def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch):
-    """On a GPU steps are counted when the device is next waited for: an epoch may end
-    in between.
+    """On a GPU steps are counted when the device is next waited for: an epoch
+    may end in between.
     """
     monkeypatch.setattr(
         "trainers.loop._attempt.StepClock",
@@ -138,7 +145,10 @@ def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch):
     )
     steps = 4 * PER_EPOCH + 3
     result = train(
-        None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000}
+        None,
+        max_steps=steps,
+        log_every_steps=1000,
+        evaluate={"every_steps": 1000},
     )
     assert result.ranks[0]["steps"] == steps
     assert result.throughput.steps == steps - WARMUP_STEPS

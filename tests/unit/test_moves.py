@@ -27,8 +27,8 @@ class Sample:
 
 
 class Recorded:
-    """Copies that write down what happens when, and leave the batch unready until it is
-    handed over.
+    """Copies that write down what happens when, and leave the batch unready
+    until it is handed over.
     """
 
     def __init__(self, events):
@@ -41,8 +41,8 @@ class Recorded:
         return batch
 
     def hand_over(self, batch):
-        # A wait covers everything that is in the copying stream: more than this batch
-        # would be waited for in vain.
+        # A wait covers everything that is in the copying stream: more than
+        # this batch would be waited for in vain.
         assert self.pending == [batch]
         self.pending.clear()
         self.events.append(f"wait {batch}")
@@ -79,8 +79,8 @@ def test_the_next_copy_begins_before_the_step_at_hand():
     ids=lambda batch: type(batch).__name__,
 )
 def test_pinning_keeps_every_nesting(batch, monkeypatch):
-    """torch's own pinning passes dataclasses by, so their copies would wait for the
-    device.
+    """torch's own pinning passes dataclasses by, so their copies would wait
+    for the device.
     """
     pinned = []
 
@@ -94,7 +94,9 @@ def test_pinning_keeps_every_nesting(batch, monkeypatch):
     after = tensors_of(moved.batch)
     assert type(moved.batch) is type(batch)
     assert len(pinned) == len(before) > 0
-    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert all(
+        torch.equal(new, old) for new, old in zip(after, before, strict=True)
+    )
 
 
 # --- memory formats
@@ -110,16 +112,22 @@ def adamw(parameters):
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_moments_of_another_memory_format_are_taken_back_right(make, before, after):
-    """A fused step walks weight and moment in memory order: of two formats it would mix
-    up the elements, silently.
+def test_moments_of_another_memory_format_are_taken_back_right(
+    make, before, after
+):
+    """A fused step walks weight and moment in memory order: of two formats it
+    would mix up the elements, silently.
     """
-    inputs = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(
+        2, 3, 9, 9, generator=torch.Generator().manual_seed(1)
+    )
 
     def train(switch):
         torch.manual_seed(0)
         model = nn.Conv2d(3, 8, 3)
-        model = TABLE["fp32"].with_layout(before, model, CPU).convert_model(model)
+        model = (
+            TABLE["fp32"].with_layout(before, model, CPU).convert_model(model)
+        )
         optimizer = make(model.parameters())
         for number in range(4):
             if switch and number == 2:
@@ -127,7 +135,9 @@ def test_moments_of_another_memory_format_are_taken_back_right(make, before, aft
                 weights = model.state_dict()
                 model = nn.Conv2d(3, 8, 3)
                 model = (
-                    TABLE["fp32"].with_layout(after, model, CPU).convert_model(model)
+                    TABLE["fp32"]
+                    .with_layout(after, model, CPU)
+                    .convert_model(model)
                 )
                 model.load_state_dict(weights)
                 optimizer = make(model.parameters())

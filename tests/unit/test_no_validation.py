@@ -1,5 +1,5 @@
-"""A task without a validation split: it trains as with one, nothing is evaluated, and
-what needs that is refused.
+"""A task without a validation split: it trains as with one, nothing is
+evaluated, and what needs that is refused.
 """
 
 import logging
@@ -43,7 +43,7 @@ def test_it_trains_as_with_one(tmp_path, caplog):
 def test_the_best_checkpoint_is_refused(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r'`checkpoint\.best` is "val_loss".*dataset\("val"\) gives none; return a few',
+        match=r'`checkpoint\.best: "val_loss"`.*dataset\("val"\) returned None; return a few',
     ):
         train(tmp_path, Unseen(), checkpoint={"best": "val_loss"})
     assert not (tmp_path / "checkpoints").exists()
@@ -56,7 +56,7 @@ def test_an_objective_that_needs_an_evaluation_is_refused(watched, refused):
     context = Context(None)
     context.watches = ("samples_per_s", watched)
     if refused:
-        with pytest.raises(ConfigError, match='`objective` is "val_accuracy"'):
+        with pytest.raises(ConfigError, match='`objective: "val_accuracy"`'):
             fit(Unseen(), config(), context)
     else:
         assert fit(Unseen(), config(), context).status == "done"
@@ -74,7 +74,8 @@ def test_a_split_that_is_none_can_neither_be_evaluated_nor_predicted(
     )
     for out in (None, tmp_path / "out.parquet"):
         with pytest.raises(
-            ConfigError, match=r'`--split` is "val".*gives None; name another split'
+            ConfigError,
+            match=r'`dataset."val".: "NoneType"` has no sample',
         ):
             predicted.work(tmp_path / "runs/run", out=out)
     assert predicted.work(tmp_path / "runs/run", split="train").samples == 203

@@ -49,7 +49,12 @@ def test_the_learning_rate_follows_the_batch_size(rule, batch, expected):
     ) == pytest.approx(expected)
 
 
-ADAM = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6}
+ADAM = {
+    "name": "adamw",
+    "weight_decay": 0.5,
+    "betas": [0.9, 0.999],
+    "eps": 1e-6,
+}
 
 
 def by_sde(size, optimizer):
@@ -66,7 +71,9 @@ def by_sde(size, optimizer):
 def test_sde_by_hand():
     larger = by_sde(256, ADAM)
     assert larger["lr"] == pytest.approx(0.2)
-    assert larger["betas"] == pytest.approx((0.6561, 0.996005996))  # 0.9^4, 0.999^4
+    assert larger["betas"] == pytest.approx(
+        (0.6561, 0.996005996)
+    )  # 0.9^4, 0.999^4
     assert larger["eps"] == pytest.approx(5e-7)
     assert larger["weight_decay"] == pytest.approx(
         1.0
@@ -110,7 +117,10 @@ def test_sde_keeps_every_time_scale_in_samples(seed):
         sde = ScalingRule(rule="sde", base_batch_size=64)
         forgotten = [
             size / -math.log(kept)
-            for kept in (*group["betas"], scaled_decay(decay, sde, size) or 0.0)
+            for kept in (
+                *group["betas"],
+                scaled_decay(decay, sde, size) or 0.0,
+            )
         ]
         noise = math.sqrt(size)  # the inverse of the gradient's
         scales.append(
@@ -133,12 +143,17 @@ def test_an_optimizer_without_betas_is_refused_by_sde():
 
 
 def factors(total, **schedule):
-    return [lr_factor(ScheduleConfig(**schedule), step, total) for step in range(total)]
+    return [
+        lr_factor(ScheduleConfig(**schedule), step, total)
+        for step in range(total)
+    ]
 
 
 def test_warm_up_reaches_one_at_its_last_step():
     assert factors(6, warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert factors(6, warmup=0.5) == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0])
+    assert factors(6, warmup=0.5) == pytest.approx(
+        [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]
+    )
     assert factors(3, warmup=10) == pytest.approx([0.1, 0.2, 0.3])
 
 
@@ -171,7 +186,9 @@ def test_the_configured_optimizer_is_built(options, cls, expected):
 def test_frozen_parameters_are_there_for_later_and_weights_of_bits_are_not():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
-    model[0].bias = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    model[0].bias = nn.Parameter(
+        torch.ones(3, dtype=torch.int8), requires_grad=False
+    )
     (group,) = build_optimizer(model, config()).param_groups
     assert [tuple(parameter.shape) for parameter in group["params"]] == [
         (3, 2),

@@ -1,5 +1,5 @@
-"""Samplers of a task's own: the same order on every rank and after a resume, and what
-cannot keep that is refused.
+"""Samplers of a task's own: the same order on every rank and after a resume,
+and what cannot keep that is refused.
 """
 
 import random
@@ -50,7 +50,9 @@ class Epochs:
         self.epoch = epoch
 
     def __iter__(self):
-        return iter([(self.epoch + number) % SAMPLES for number in range(SAMPLES)])
+        return iter(
+            [(self.epoch + number) % SAMPLES for number in range(SAMPLES)]
+        )
 
 
 SAMPLERS = {
@@ -101,16 +103,20 @@ def test_an_order_is_a_function_of_seed_and_epoch(name):
     before = random.random(), np.random.rand(), torch.rand(()).item()
     random.seed(11), np.random.seed(11), torch.manual_seed(11)
     first = orders(range(4))
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before, (
-        "the caller's random state"
-    )
+    assert (
+        random.random(),
+        np.random.rand(),
+        torch.rand(()).item(),
+    ) == before, "the caller's random state"
     assert orders([3, 0, 2, 1]) == [first[3], first[0], first[2], first[1]]
     assert len({tuple(order) for order in first}) == 4
     assert (orders([0], seed=4) != [first[0]]) == (name != "by epoch")
 
 
 @pytest.mark.parametrize("name", ["weighted with a generator", "by epoch"])
-def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name, tmp_path):
+def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(
+    name, tmp_path
+):
     reference = Sampled(SAMPLERS[name]())
     train(tmp_path / "whole", reference, epochs=2)
     every = [index for batch in reference.trained for index in batch]
@@ -141,7 +147,9 @@ def own_numpy():
 
 
 REFUSED = {
-    "batches": BatchSampler(SequentialSampler(range(SAMPLES)), 5, drop_last=False),
+    "batches": BatchSampler(
+        SequentialSampler(range(SAMPLES)), 5, drop_last=False
+    ),
     "no whole number": By(lambda: [0.5]),
     "nothing": By(list),
     "beyond the end": By(lambda: [0, SAMPLES]),
@@ -168,6 +176,8 @@ def test_a_run_does_not_go_on_in_another_order(then, now, tmp_path):
         train(tmp_path, Sampled(sampler), epochs=epochs, **changes)
 
     go(1, **then)
-    with pytest.raises((ConfigError, CheckpointError), match="order of samples"):
+    with pytest.raises(
+        (ConfigError, CheckpointError), match="order of samples"
+    ):
         go(2, **now)
     go(2, **then)

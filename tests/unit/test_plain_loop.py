@@ -1,5 +1,5 @@
-"""What a plain PyTorch loop trains is trained as there, in microbatches and after
-resumes, and evaluated as trained.
+"""What a plain PyTorch loop trains is trained as there, in microbatches and
+after resumes, and evaluated as trained.
 """
 
 import json
@@ -7,7 +7,13 @@ import json
 import pytest
 import torch
 
-from tests.plain_loop import KINDS, STEPS, configured, in_a_plain_loop, in_the_loop
+from tests.plain_loop import (
+    KINDS,
+    STEPS,
+    configured,
+    in_a_plain_loop,
+    in_the_loop,
+)
 from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
 from trainers.measure.run_log import read_log
@@ -29,7 +35,13 @@ def test_every_kind_is_trained_as_by_a_plain_loop(kind, tmp_path):
     config = configured()
     storage.write("config.yaml", json.dumps(config.tree()).encode())
     job = Inference(
-        config.tree(), (), "test", storage.uri, split="val", which="newest", out=None
+        config.tree(),
+        (),
+        "test",
+        storage.uri,
+        split="val",
+        which="newest",
+        out=None,
     )
     evaluated = infer(make(), LocalContext(storage, "local"), job).metrics
     assert evaluated == {"val_loss": read_log(storage)[-1]["val_loss"]}
@@ -45,7 +57,9 @@ def test_a_moving_average_follows_what_is_unfrozen(kind, tmp_path):
         for end in ends:
             config = configured(max_steps=end, ema={"decay": 0.5})
             means[name] = in_the_loop(KINDS[kind](), config, tmp_path / name)
-    torch.testing.assert_close(means["resumed"], means["whole"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        means["resumed"], means["whole"], rtol=0, atol=0
+    )
     weights = [
         in_a_plain_loop(KINDS[kind](), configured(max_steps=steps))
         for steps in range(1, STEPS + 1)

@@ -38,17 +38,22 @@ def test_tf32_is_refused_on_a_cpu_with_what_it_can_do():
         resolve_precision("tf32", CPU)
     text = str(raised.value)
     assert text.startswith(
-        '`precision` is "tf32", but is not something that cpu can do; use one of '
+        '`precision: "tf32"` is not supported on cpu; use one of '
     )
     assert all(name in text for name in NAMES if name != "fp8")
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)]
+    ("name", "dtype"),
+    [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)],
 )
-def test_pure_formats_convert_parameters_buffers_and_floating_inputs(name, dtype):
+def test_pure_formats_convert_parameters_buffers_and_floating_inputs(
+    name, dtype
+):
     spec = resolve_precision(name, CPU)
-    model = spec.convert_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = spec.convert_model(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    )
     assert {tensor.dtype for tensor in model.parameters()} == {dtype}
     assert model[1].running_mean.dtype is dtype
     batch = {
@@ -79,15 +84,19 @@ def switches_come_back():
     ("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)]
 )
 def test_matmul_switches_are_set_whatever_they_were(name, expected, before):
-    """By every name that torch has for them: reading one that contradicts another
-    raises.
+    """By every name that torch has for them: reading one that contradicts
+    another raises.
     """
     if before == "older":
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = not expected
     elif before == "newer":
-        torch.backends.cuda.matmul.fp32_precision = "ieee" if expected else "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "ieee" if expected else "tf32"
+        torch.backends.cuda.matmul.fp32_precision = (
+            "ieee" if expected else "tf32"
+        )
+        torch.backends.cudnn.conv.fp32_precision = (
+            "ieee" if expected else "tf32"
+        )
     elif before == "cuDNN":
         torch.backends.cudnn.fp32_precision = "ieee" if expected else "tf32"
     else:
@@ -105,7 +114,9 @@ def test_matmul_switches_are_set_whatever_they_were(name, expected, before):
         torch.backends.cudnn.rnn,
     ):
         assert (part.fp32_precision == "tf32") is expected
-    assert torch.get_float32_matmul_precision() == ("high" if expected else "highest")
+    assert torch.get_float32_matmul_precision() == (
+        "high" if expected else "highest"
+    )
     assert torch.backends.mkldnn.conv.fp32_precision == "none"
 
 
@@ -132,7 +143,9 @@ def test_channels_last_is_the_layout_of_4d_tensors_only():
     images = torch.randn(2, 3, 4, 4)
     labels = torch.arange(2)
     mask = torch.ones(2, 3, 4, 4, dtype=torch.int64)
-    converted = spec.convert_batch({"images": images, "labels": labels, "mask": mask})
+    converted = spec.convert_batch(
+        {"images": images, "labels": labels, "mask": mask}
+    )
     assert converted["images"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(converted["images"], images)
     assert converted["labels"] is labels
@@ -140,9 +153,12 @@ def test_channels_last_is_the_layout_of_4d_tensors_only():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)]
+    ("wanted", "device", "expected"),
+    [("auto", "cuda", True), ("auto", "cpu", False)],
 )
-def test_channels_last_by_itself_is_for_convolutions_on_cuda(wanted, device, expected):
+def test_channels_last_by_itself_is_for_convolutions_on_cuda(
+    wanted, device, expected
+):
     spec = TABLE["fp32"]
     where = torch.device(device)
     assert spec.with_layout(wanted, Mixed(), where).channels_last is expected
@@ -153,4 +169,4 @@ def test_channels_last_by_itself_is_for_convolutions_on_cuda(wanted, device, exp
 def test_float64_is_left_as_it_is_which_is_said(tmp_path):
     spec = make(tmp_path, precision="bf16", task_args={"dtype": "float64"})
     [said] = run_local(spec).warnings
-    assert "leaves float64 as it is" in said
+    assert "leaves these parameters in float64" in said

@@ -1,9 +1,10 @@
-"""Predictions and evaluations of a trained run, in this process: every sample, in
-order, with the run's own weights.
+"""Predictions and evaluations of a trained run, in this process: every sample,
+in order, with the run's own weights.
 """
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from tests.specs import evaluations, make
 from tests.tasks import Blobs
+from trainers.__main__ import main
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
@@ -44,18 +46,23 @@ class Plain(Blobs):
         if "sole" in self.columns:
             return outputs
         return {
-            name: make_column(outputs) for name, make_column in self.columns.items()
+            name: make_column(outputs)
+            for name, make_column in self.columns.items()
         }
 
 
 def written(task, path, size=32, precision="fp32"):
     torch.manual_seed(0)
-    feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+    feed = task_feed(
+        task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0
+    )
     model = TABLE[precision].convert_model(task.model())
     forward = ForwardPass(model.eval(), task, TABLE[precision], CPU)
     with torch.no_grad():
         group = Group(0, 1, CPU)
-        predict(forward, feed, size, group, Storage(str(path)), {"split": "val"})
+        predict(
+            forward, feed, size, group, Storage(str(path)), {"split": "val"}
+        )
     return pq.read_table(path)
 
 
@@ -64,7 +71,10 @@ def outputs_of(task, size):
     model = task.model().eval()
     with torch.no_grad():
         return torch.cat(
-            [model(part) for part in task.dataset("val").tensors[0].split(size)]
+            [
+                model(part)
+                for part in task.dataset("val").tensors[0].split(size)
+            ]
         )
 
 
@@ -97,11 +107,15 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path):
         sure=lambda out: out.amax(1) > 0.5,
         half=lambda out: out[:, 0].bfloat16(),
         grid=lambda out: out.view(-1, 2, 2).double(),
-        byte=lambda out: out.transpose(0, 1).mul(9).to(torch.uint8).transpose(0, 1),
+        byte=lambda out: (
+            out.transpose(0, 1).mul(9).to(torch.uint8).transpose(0, 1)
+        ),
     )
     table = written(task, tmp_path / "out.parquet")
     out = outputs_of(task, 32)
-    assert {name: str(table[name].type) for name in ("label", "sure", "half")} == {
+    assert {
+        name: str(table[name].type) for name in ("label", "sure", "half")
+    } == {
         "label": "int64",
         "sure": "bool",
         "half": "float",
@@ -122,6 +136,14 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path):
         {"wave": lambda out: out + 1j},
         {"none": lambda out: out[:, :0]},
         {"cut": lambda out: out[:, : 3 + len(out) % 2]},
+        {"index": lambda out: out.argmax(1)},
+        {"sparse": lambda out: out.to_sparse()},
+        {
+            "ragged": lambda out: torch.nested.nested_tensor(
+                [row[: 1 + number % 3] for number, row in enumerate(out)],
+                layout=torch.jagged,
+            )
+        },
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -180,7 +202,11 @@ def train(tmp_path, kind=Kept, **changes):
     task = f"tests.unit.test_predict:{kind.__name__}"
     spec = make(tmp_path, name="run", task=task, **changes)
     prepare_storage(spec, fresh=False)
-    fit(kind(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"))
+    fit(
+        kind(**spec.config.task_args),
+        spec.config,
+        LocalContext(spec.storage, "local"),
+    )
     return spec
 
 
@@ -205,7 +231,9 @@ class Turned(Kept):
         )
 
 
-def work(location, split="val", which="newest", out=None, kind=Kept, **changes):
+def work(
+    location, split="val", which="newest", out=None, kind=Kept, **changes
+):
     spec = run_spec(
         str(location),
         {key.replace("__", "."): value for key, value in changes.items()},
@@ -225,14 +253,21 @@ def work(location, split="val", which="newest", out=None, kind=Kept, **changes):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
-def test_the_figures_of_training_come_out_again_to_the_last_bit(precision, tmp_path):
+def test_the_figures_of_training_come_out_again_to_the_last_bit(
+    precision, tmp_path
+):
     spec = train(
-        tmp_path, precision=precision, evaluate__microbatch_size=64, checkpoint__keep=9
+        tmp_path,
+        precision=precision,
+        evaluate__microbatch_size=64,
+        checkpoint__keep=9,
     )
     for before in evaluations(spec):
         result = work(Path(spec.uri), which=f"step-{before['step']}")
         assert result.metrics == {
-            name: value for name, value in before.items() if name.startswith("val_")
+            name: value
+            for name, value in before.items()
+            if name.startswith("val_")
         }
         assert result.metrics["val_seen"] == before["step"], (
             "the task's own state is the checkpoint's"
@@ -258,7 +293,9 @@ def test_other_validation_samples_than_in_training_are_said(
     spec = train(tmp_path)
     caplog.clear()
     work(Path(spec.uri), split, kind=kind)
-    assert [record.levelname for record in caplog.records].count("WARNING") == said
+    assert [record.levelname for record in caplog.records].count(
+        "WARNING"
+    ) == said
 
 
 def test_predictions_are_the_trained_models(tmp_path):
@@ -268,7 +305,8 @@ def test_predictions_are_the_trained_models(tmp_path):
     task = Kept()
     model = Kept().model()
     state = torch.load(
-        Path(spec.uri, "checkpoints/step-000000000030/state.pt"), weights_only=True
+        Path(spec.uri, "checkpoints/step-000000000030/state.pt"),
+        weights_only=True,
     )
     model.load_state_dict(state["model"])
     with torch.no_grad():
@@ -287,11 +325,17 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path):
         "scaling": {"num_workers": 64},
     }
     prepare_storage(
-        dataclasses.replace(spec, tree=config, uri=str(tmp_path / "moved")), fresh=False
+        dataclasses.replace(spec, tree=config, uri=str(tmp_path / "moved")),
+        fresh=False,
     )
-    opened = run_spec(str(tmp_path / "moved"), {"evaluate.microbatch_size": 7}, None)
+    opened = run_spec(
+        str(tmp_path / "moved"), {"evaluate.microbatch_size": 7}, None
+    )
     assert opened.uri == str(tmp_path / "moved")
-    assert (opened.config.launcher, opened.config.scaling.num_workers) == ("local", 1)
+    assert (opened.config.launcher, opened.config.scaling.num_workers) == (
+        "local",
+        1,
+    )
     assert opened.config.evaluate.microbatch_size == 7
     assert (
         run_spec(
@@ -302,8 +346,26 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path):
     whole = {"scaling": {"num_workers": 2, "cpus_per_worker": 1}}
     asked = run_spec(str(tmp_path / "moved"), whole, None).config
     assert (asked.scaling.num_workers, asked.launcher) == (2, "spawn")
-    assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, (
-        "torchrun's are started already"
-    )
+    assert (
+        run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers
+        == 16
+    ), "torchrun's are started already"
     with pytest.raises(ConfigError):
         run_spec(str(tmp_path / "moved"), {"launcher": "ray"}, None)
+
+
+def test_only_a_regular_file_is_replaced(tmp_path, capsys):
+    """The writer renames: as root, it would replace /dev/null."""
+    spec = train(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for out in (pipe, link, tmp_path):
+        assert main(["predict", spec.uri, "--out", str(out)]) == 2
+        assert "--out" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    long = tmp_path / ("x" * 300)
+    assert main(["predict", spec.uri, "--out", str(long)]) == 1
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""What others read: one version everywhere, workflows, the dashboard's metrics,
-SkyPilot's file, the devcontainer.
+"""What others read: one version everywhere, workflows, the dashboard's
+metrics, SkyPilot's file, the devcontainer.
 """
 
 import csv
@@ -22,7 +22,9 @@ WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
 def test_the_version_is_one():
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
-    assert versions[:2] == ["Unreleased", PROJECT["version"]], "the newest first"
+    assert versions[:2] == ["Unreleased", PROJECT["version"]], (
+        "the newest first"
+    )
     assert set(re.findall(r"^### (.*)", changes, re.MULTILINE)) <= {
         "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"
     }  # fmt: skip
@@ -61,9 +63,12 @@ def test_a_workflow_may_little_and_runs_what_is_there(path):
             )
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 360
-        for version in job.get("strategy", {}).get("matrix", {}).get("python", []):
+        for version in (
+            job.get("strategy", {}).get("matrix", {}).get("python", [])
+        ):
             assert (
-                f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+                f"Programming Language :: Python :: {version}"
+                in PROJECT["classifiers"]
             )
 
 
@@ -81,20 +86,24 @@ def test_only_publishing_gets_an_identity_and_it_needs_the_environment():
         "pypi",
     )
     assert not any(
-        "run" in step or "checkout" in step["uses"] for step in publish["steps"]
+        "run" in step or "checkout" in step["uses"]
+        for step in publish["steps"]
     ), "no code of a package runs"
 
 
 MONITORING = REPOSITORY / "cluster" / "monitoring"
 BOUNDED_TAGS = {"run", "rank", "lane", "status"}
-# The words of PromQL in the dashboard's queries that are neither metrics nor labels.
+# The words of PromQL in the dashboard's queries that are neither metrics nor
+# labels.
 FUNCTIONS = {"max", "sum", "count", "by", "label_values"}
 
 
 @pytest.fixture
 def metrics():
     """Tags by metric."""
-    with (MONITORING / "metrics.csv").open(newline="", encoding="utf-8") as stream:
+    with (MONITORING / "metrics.csv").open(
+        newline="", encoding="utf-8"
+    ) as stream:
         rows = list(csv.DictReader(stream))
     assert all(row["description"] and row["unit"] for row in rows)
     return {row["name"]: set(row["tags"].split()) for row in rows}
@@ -102,12 +111,16 @@ def metrics():
 
 @pytest.fixture
 def dashboard():
-    return json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (MONITORING / "grafana.json").read_text(encoding="utf-8")
+    )
 
 
 def queries(dashboard):
     found = [
-        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+        target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
     ]
     variables = dashboard["templating"]["list"]
     return found + [
@@ -118,7 +131,10 @@ def queries(dashboard):
 
 
 def words(query):
-    return set(re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"]*"', "", query))) - FUNCTIONS
+    return (
+        set(re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"]*"', "", query)))
+        - FUNCTIONS
+    )
 
 
 def test_queries_name_only_metrics_that_there_are_with_tags_that_they_have(
@@ -132,25 +148,35 @@ def test_queries_name_only_metrics_that_there_are_with_tags_that_they_have(
 
 
 def test_every_metric_is_shown(metrics, dashboard):
-    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
-    assert set(metrics) <= set().union(*(words(target["expr"]) for target in targets))
+    targets = [
+        target for panel in dashboard["panels"] for target in panel["targets"]
+    ]
+    assert set(metrics) <= set().union(
+        *(words(target["expr"]) for target in targets)
+    )
     for target in targets:
-        kept = set(re.findall(r"\w+", re.search(r"by \(([^)]*)\)", target["expr"])[1]))
-        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept, target
+        kept = set(
+            re.findall(r"\w+", re.search(r"by \(([^)]*)\)", target["expr"])[1])
+        )
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept, (
+            target
+        )
 
 
 def test_prometheus_finds_nodes_where_ray_writes_them():
     from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
-    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
+    config = yaml.safe_load(
+        (MONITORING / "prometheus.yml").read_text(encoding="utf-8")
+    )
     (job,) = config["scrape_configs"]
     assert job["file_sd_configs"][0]["files"] == [
         f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"
     ]
 
 
-# docs.skypilot.co, "SkyPilot YAML"; containers.dev, "Dev Container metadata reference":
-# read in November 2026.
+# docs.skypilot.co, "SkyPilot YAML"; containers.dev, "Dev Container metadata
+# reference": read in November 2026.
 KEYS = {
     "skypilot.yaml": "name workdir num_nodes resources envs secrets file_mounts setup run config",
     "skypilot.yaml, resources": "infra accelerators accelerator_args cpus memory instance_type use_spot disk_size "
@@ -162,7 +188,9 @@ KEYS = {
 
 def tree_of(name):
     text = (
-        REPOSITORY / (".devcontainer" if name.endswith("json") else "cluster") / name
+        REPOSITORY
+        / (".devcontainer" if name.endswith("json") else "cluster")
+        / name
     ).read_text(encoding="utf-8")
     # JSON with comments, each on a line of its own.
     tree: dict[str, Any]
@@ -191,7 +219,11 @@ def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage():
         script,
     )
     checked = subprocess.run(
-        ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+        ["bash", "-n"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (checked.returncode, checked.stderr) == (0, "")
     assert tree["secrets"] == {"RAY_AUTH_TOKEN": None}, "from the user's shell"

@@ -1,8 +1,8 @@
-"""Inputs made of reports that users of other trainers have filed in public, named as
-project#number.
+"""Inputs made of reports that users of other trainers have filed in public,
+named as project#number.
 
-What other tests have already (accumulation, short steps, resumes, schedules, several
-ranks) is not here again.
+What other tests have already (accumulation, short steps, resumes, schedules,
+several ranks) is not here again.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ class Line(Task):
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(len(split))
-        inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+        inputs = torch.randn(
+            SAMPLES, 3, generator=generator, dtype=torch.float64
+        )
         return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 1)
 
     def loss(self, outputs, batch):
@@ -61,8 +63,8 @@ class Masked(Line):
 
 
 class Another(Line):
-    """A run that goes on, and is not what it was: by `what`, from its second start on
-    or in the middle.
+    """A run that goes on, and is not what it was: by `what`, from its second
+    start on or in the middle.
     """
 
     def __init__(self, what, start=0):
@@ -109,13 +111,21 @@ COSINE = {"name": "cosine"}
         ("order", {}, 1),  # of files, as a directory lists them
     ],
 )
-def test_what_a_run_that_goes_on_is_told(what, changes, warnings, tmp_path, caplog):
+def test_what_a_run_that_goes_on_is_told(
+    what, changes, warnings, tmp_path, caplog
+):
     keys = {key: value for key, value in changes.items() if key != "epochs"}
     with contextlib.suppress(Power):
-        fit(Another(what), config(**BASE | keys), Context(tmp_path, cut_at_step=4))
+        fit(
+            Another(what),
+            config(**BASE | keys),
+            Context(tmp_path, cut_at_step=4),
+        )
     caplog.clear()
     fit(Another(what, start=1), config(**BASE | changes), Context(tmp_path))
-    assert [record.levelname for record in caplog.records].count("WARNING") == warnings
+    assert [record.levelname for record in caplog.records].count(
+        "WARNING"
+    ) == warnings
 
 
 @pytest.mark.parametrize(
@@ -137,18 +147,22 @@ def test_what_cannot_go_on_is_refused(what, changes, refused, tmp_path):
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE), Context(tmp_path, cut_at_step=4))
     with error_of(refused):
-        fit(Another(what, start=1), config(**BASE | changes), Context(tmp_path))
+        fit(
+            Another(what, start=1), config(**BASE | changes), Context(tmp_path)
+        )
 
 
 def test_steps_without_a_label_are_said(tmp_path, caplog):
     """trl#6668: their loss was logged as zero."""
     fit(Masked(), config(**BASE), Context(tmp_path))
-    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert [record.levelname for record in caplog.records].count(
+        "WARNING"
+    ) == 1
 
 
 class Figures(Line):
-    """Figures by the sign of a sample's first input, as of several validation sets in
-    one (Lightning#9683).
+    """Figures by the sign of a sample's first input, as of several validation
+    sets in one (Lightning#9683).
     """
 
     def __init__(self, names):
@@ -164,7 +178,10 @@ class Figures(Line):
         if self.names == "other order":
             both = {"high": error * high, "low": error * ~high}
             return both if self.calls % 2 else dict(reversed(both.items()))
-        found = {"high": torchmetrics.MeanMetric(), "low": torchmetrics.MeanMetric()}
+        found = {
+            "high": torchmetrics.MeanMetric(),
+            "low": torchmetrics.MeanMetric(),
+        }
         for metric, rows in zip(found.values(), (high, ~high), strict=True):
             metric.update(error[rows])
         return {
@@ -174,7 +191,9 @@ class Figures(Line):
         }
 
 
-@pytest.mark.parametrize("names", ["one of two", "other order", "torchmetrics"])
+@pytest.mark.parametrize(
+    "names", ["one of two", "other order", "torchmetrics"]
+)
 def test_metrics_whose_names_differ_between_batches(names, tmp_path):
     """Lightning#21409: figures were given under each other's names."""
     size = {"one of two": 1}.get(names, 3)
@@ -187,7 +206,9 @@ def test_metrics_whose_names_differ_between_batches(names, tmp_path):
     model.load_state_dict(weights(tmp_path))
     error = (model(inputs) - targets).abs()[:, 0]
     high = inputs[:, 0] > 0
-    found = [row for row in read_log(Storage(str(tmp_path))) if "val_loss" in row][-1]
+    found = [
+        row for row in read_log(Storage(str(tmp_path))) if "val_loss" in row
+    ][-1]
     for name, rows in (("high", high), ("low", ~high)):
         expected = error[rows].sum() / (
             SAMPLES if names == "other order" else rows.sum()

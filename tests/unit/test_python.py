@@ -1,5 +1,5 @@
-"""`train()` and `sweep()`: what Python gives becomes what a file would say, in the same
-directories as the commands.
+"""`train()` and `sweep()`: what Python gives becomes what a file would say, in
+the same directories as the commands.
 """
 
 import importlib
@@ -65,7 +65,9 @@ def test_a_class_trains_and_its_run_can_be_used(capsys):
     assert "val_loss" in run.metrics
     assert run.checkpoint is not None
     assert [row["lr"] for row in run.log() if "lr" in row] == [0.2]
-    assert pd.DataFrame(run.log())["val_loss"].iloc[-1] == run.metrics["val_loss"]
+    assert (
+        pd.DataFrame(run.log())["val_loss"].iloc[-1] == run.metrics["val_loss"]
+    )
     assert run.model()(torch.ones(5, 12)).shape == (5, 4)
     assert not run.model("newest").training
     assert repr(run).startswith("done: ")
@@ -76,10 +78,15 @@ def test_a_class_trains_and_its_run_can_be_used(capsys):
     ]
 
     again = train(RUN, epochs=1, **{"optimizer.lr": 0.2})
-    assert "is complete already (fresh=True starts it anew)" in capsys.readouterr().out
+    assert (
+        "is complete already (fresh=True starts it over)"
+        in capsys.readouterr().out
+    )
     assert asdict(again) == asdict(run)
-    assert train(RUN, **{"optimizer.lr": 0.2}).steps == 2 * run.steps, "it goes on"
-    with pytest.raises(ConfigError, match=r"`optimizer` is .* but differs from"):
+    assert train(RUN, **{"optimizer.lr": 0.2}).steps == 2 * run.steps, (
+        "it goes on"
+    )
+    with pytest.raises(ConfigError, match=r"`optimizer: .*` differs from"):
         train(RUN)
     assert train(RUN, fresh=True, epochs=1).steps == run.steps
 
@@ -91,13 +98,17 @@ def test_a_file_is_read_as_the_command_reads_it(tmp_path):
         "from tests.tasks import Blobs\n\nclass Mine(Blobs): pass\n"
     )
     (tmp_path / "user/train.yaml").write_text(dump_yaml(tree))
-    assert train(Path("user/train.yaml"), name="other").uri.endswith("results/other")
+    assert train(Path("user/train.yaml"), name="other").uri.endswith(
+        "results/other"
+    )
     with pytest.raises(ConfigError, match=r"did you mean `user/train\.yaml`"):
         train("user/trian.yaml")
 
 
 def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys):
-    with pytest.raises(RunFailedError, match="the run ended as `error`") as raised:
+    with pytest.raises(
+        RunFailedError, match="the run ended as `error`"
+    ) as raised:
         train(RUN, task_args={"fail_at": 3})
     assert isinstance(raised.value.__cause__, ValueError)
     assert "Traceback" not in capsys.readouterr().err, "Python shows it"
@@ -108,21 +119,21 @@ def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys):
     [
         (
             Blobs(),
-            "`train()` is a Blobs, where a file, a mapping, a Task class or a function is needed",
+            "`train()` was given a Blobs, but needs a file, a mapping, a Task class or a function",
         ),
         (
             {**RUN, "epoch": 1},
-            "train(): `epoch` is 1, but there is no such key; did you mean `epochs`?",
+            "train(): `epoch: 1` is not a known key; did you mean `epochs`?",
         ),
         (
             {**RUN, "task_args": {"x": torch.ones(1)}},
-            "train(): `task_args.x` holds a Tensor, which no file can",
+            "train(): `task_args.x` holds a Tensor, which a file cannot hold",
         ),
         (
             {**RUN, "task": Path},
-            'train(): `task` is "pathlib:Path", but is not a trainers.task.Task',
+            'train(): `task: "pathlib:Path"` names no class derived from trainers.task.Task',
         ),
-        ({**RUN, "task": lambda: None}, "train(): `task` is "),
+        ({**RUN, "task": lambda: None}, "train(): `task: "),
         ("", "`the file` cannot be read"),
     ],
 )
@@ -149,7 +160,7 @@ def test_a_thread_hears_no_interrupt(call):
     [error] = raised
     assert (
         str(error)
-        == f"`{call}()` was called in a thread of its own; call it in the main thread."
+        == f"`{call}()` was called outside the main thread; call it in the main thread."
     )
 
 
@@ -184,7 +195,11 @@ def test_a_sweep_is_the_one_that_a_file_would_be(asked, tmp_path):
         budget={"trials": 3},
         **{"train.epochs": 5, "objective.mode": "max"},
     )
-    assert (spec.config.name, spec.config.search, spec.config.budget.trials) == (
+    assert (
+        spec.config.name,
+        spec.config.search,
+        spec.config.budget.trials,
+    ) == (
         "mine",
         "random",
         3,
@@ -197,10 +212,15 @@ def test_a_sweep_is_the_one_that_a_file_would_be(asked, tmp_path):
         "val_accuracy",
         "max",
     )
-    assert (spec.train["task"], spec.train["epochs"]) == ("tests.tasks:Blobs", 5)
+    assert (spec.train["task"], spec.train["epochs"]) == (
+        "tests.tasks:Blobs",
+        5,
+    )
     assert spec.uri == str(tmp_path / "results/mine")
     target = asked(
-        RUN, {"seed": [1]}, {"metric": "time_to_target", "target": {"val_loss": 0.1}}
+        RUN,
+        {"seed": [1]},
+        {"metric": "time_to_target", "target": {"val_loss": 0.1}},
     )
     assert target.config.objective.target == {"val_loss": 0.1}
 
@@ -271,7 +291,9 @@ def notebook(monkeypatch):
     def run(source):
         name = f"/cells/{next(cells)}.py"
         monkeypatch.setitem(
-            linecache.cache, name, (len(source), None, source.splitlines(True), name)
+            linecache.cache,
+            name,
+            (len(source), None, source.splitlines(True), name),
         )
         exec(compile(source, name, "exec"), vars(main))  # noqa: S102
         return main
@@ -279,7 +301,9 @@ def notebook(monkeypatch):
     return run
 
 
-def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook):
+def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(
+    notebook,
+):
     cells = notebook(NOTEBOOK)
     run = train(RUN, task=cells.Mine, epochs=1)
     [file] = Path("notebook_tasks").glob("*.py")
@@ -300,7 +324,7 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook)
         train(RUN, task=cells.Bad)
     with pytest.raises(
         ConfigError,
-        match="`API_KEY` holds a secret, which no file may; read it from the environment",
+        match="`API_KEY` holds a secret, which must not be written to a file; read it from the environment",
     ):
         train(RUN, task=cells.Secret)
     with pytest.raises(
@@ -320,7 +344,16 @@ def test_a_script_s_class_is_imported_from_the_script(tmp_path, monkeypatch):
     places = []
     assert plain(main.Mine, "train()", places) == "my_script:Mine"
     assert places == [tmp_path]
+
+
+def test_a_call_that_an_import_of_its_task_s_module_makes_is_refused(
+    tmp_path, monkeypatch
+):
+    """Whatever the process is that imports it: a trial's has another main module."""
+    text = "import tune\nclass Mine: pass\ntune.sweep({'task': Mine}, {'seed': [0]})\n"
+    (tmp_path / "my_script.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    imported = importlib.import_module("my_script")
-    with pytest.raises(ConfigError, match='put it below `if __name__ == "__main__":`'):
-        plain(imported.Mine, "train()", [])
+    with pytest.raises(
+        ConfigError, match='put it below `if __name__ == "__main__":`'
+    ):
+        importlib.import_module("my_script")

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import threading
+import traceback
 import types
 import uuid
 
@@ -118,7 +119,10 @@ def test_a_cluster_holds_so_many_lanes():
         (ASHAScheduler(), True),
         (MedianStoppingRule(), True),
         (HyperBandScheduler(), False),
-        (PopulationBasedTraining(hyperparam_mutations={"lr": [0.1, 0.2]}), False),
+        (
+            PopulationBasedTraining(hyperparam_mutations={"lr": [0.1, 0.2]}),
+            False,
+        ),
     ],
 )
 def test_trials_that_are_compared_or_let_pause_all_run(scheduler, is_paced):
@@ -132,7 +136,10 @@ def test_trials_that_are_compared_or_let_pause_all_run(scheduler, is_paced):
 def test_no_run_goes_on_from_another_that_began_in_the_same_second():
     unnamed = ray.train.RunConfig()
     named = ray.train.RunConfig(name="mine")
-    assert len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name}) == 4
+    assert (
+        len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name})
+        == 4
+    )
     assert with_own_name(named).name == "mine"
 
 
@@ -163,7 +170,9 @@ def leaves(error):
 
 @pytest.fixture(scope="module")
 def parent():
-    with contextlib.closing(Zygote.of_functions(uuid.uuid4().hex[:12])) as zygote:
+    with contextlib.closing(
+        Zygote.of_functions(uuid.uuid4().hex[:12])
+    ) as zygote:
         yield zygote
 
 
@@ -178,12 +187,35 @@ def parent():
         (lambda config: 4.5, None),
     ],
 )
-def test_a_driver_ends_with_what_it_raised_or_returned(driver, outcome, parent):
+def test_a_driver_ends_with_what_it_raised_or_returned(
+    driver, outcome, parent
+):
     packed = cloudpickle.dumps(driver)
     fork = parent.fork("tune.ray._driver:run_driver", packed, {})
     has_failed, found = fork.serve(None)
     assert has_failed is (outcome is not None)
     assert type(found) is outcome if has_failed else found == 4.5
+
+
+def reads(config):
+    return config["lrr"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "line"),
+    [
+        (reads, 'return config["lrr"]'),
+        (leaves(SystemExit(0)), "raise error"),
+    ],
+)
+def test_an_error_of_a_driver_shows_the_users_line(driver, line, parent):
+    fork = parent.fork(
+        "tune.ray._driver:run_driver", cloudpickle.dumps(driver), {"lr": 1}
+    )
+    _, raised = fork.serve(None)
+    shown = "".join(traceback.format_exception(raised))
+    assert line in shown
+    assert f"in {driver.__name__}" in shown
 
 
 def test_an_interrupt_that_a_function_raises_fails_its_trial(parent):

@@ -1,5 +1,5 @@
-"""Whatever lies in a run's or a sweep's directory: skipped and named, or the end of a
-command in one sentence.
+"""Whatever lies in a run's or a sweep's directory: skipped and named, or the
+end of a command in one sentence.
 """
 
 import json
@@ -55,7 +55,15 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(name, value, tmp_path):
         journal.find(whole["id"])
 
 
-FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000]
+FILES = [
+    b"",
+    b"[]",
+    b"{",
+    b"\xff",
+    b'{"a": "b"}',
+    b'{"a": NaN}',
+    b"[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("data", FILES)

@@ -1,5 +1,5 @@
-"""What a worker can read of its GPU and of the other ranks: NVML that is not there,
-and who is named.
+"""What a worker can read of its GPU and of the other ranks: NVML that is not
+there, and who is named.
 """
 
 import sys
@@ -71,14 +71,18 @@ def nvml(monkeypatch):
         uuid="11112222", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: properties
+    )
     return fake
 
 
 @pytest.fixture
 def now(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("trainers.devices.device.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "trainers.devices.device.time.monotonic", lambda: clock[0]
+    )
     return clock
 
 
@@ -109,13 +113,17 @@ def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml):
     assert nvml.asked == ["slice"]
 
 
-@pytest.mark.parametrize("what", ["no library", "no device", "no package", "cpu"])
+@pytest.mark.parametrize(
+    "what", ["no library", "no device", "no package", "cpu"]
+)
 def test_without_nvml_there_is_nothing(what, nvml, monkeypatch):
     if what == "no library":
         monkeypatch.setattr(
             nvml,
             "nvmlInit",
-            lambda: (_ for _ in ()).throw(NVMLError("Shared Library Not Found")),
+            lambda: (_ for _ in ()).throw(
+                NVMLError("Shared Library Not Found")
+            ),
         )
     if what == "no device":
         nvml.by_uuid.clear()
@@ -151,11 +159,15 @@ def test_even_ranks_are_not_named():
 
 
 def test_a_rank_that_waits_for_data_is_named():
-    words = "rank 3 (node-3) waits 41% of its time for data, the others 2%"
-    assert said(row(0), row(1), row(2), row(3, data_wait_share=0.41)) == [words]
-    assert said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == [], (
-        "all wait alike: slow, but even"
+    words = (
+        "rank 3 (node-3) waits 41% of its time for data, the others wait 2%"
     )
+    assert said(row(0), row(1), row(2), row(3, data_wait_share=0.41)) == [
+        words
+    ]
+    assert (
+        said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == []
+    ), "all wait alike: slow, but even"
 
 
 def test_too_short_a_time_names_nobody():

@@ -1,5 +1,5 @@
-"""Known ways of training, each beside a plain PyTorch loop over the same order of
-samples: equal loss curves.
+"""Known ways of training, each beside a plain PyTorch loop over the same order
+of samples: equal loss curves.
 """
 
 import pytest
@@ -32,8 +32,12 @@ SETTINGS = {
 def curve(task, path, microbatch, **changes):
     """The loss of each step."""
     context = Context(path)
-    fit(task, config(**SETTINGS | changes, microbatch_size=microbatch), context)
-    return [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
+    fit(
+        task, config(**SETTINGS | changes, microbatch_size=microbatch), context
+    )
+    return [
+        row["train_loss"] for row, checkpoint in context.reports if checkpoint
+    ]
 
 
 def descend(optimizer, loss):
@@ -49,7 +53,9 @@ def order(task):
     dataset = task.dataset("train")
     given = task.sampler(dataset, config(**SETTINGS))
     drawn = (
-        None if given is None else Drawn(given, len(dataset), SEED, torch.device("cpu"))
+        None
+        if given is None
+        else Drawn(given, len(dataset), SEED, torch.device("cpu"))
     )
     sampler = StepSampler(
         dataset, 1, 0, seed=SEED, global_batch_size=BATCH, drawn=drawn
@@ -57,7 +63,8 @@ def order(task):
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
         yield from (
-            sampler.share(step).tolist() for step in range(sampler.steps_per_epoch)
+            sampler.share(step).tolist()
+            for step in range(sampler.steps_per_epoch)
         )
 
 
@@ -132,13 +139,15 @@ class Repeated(Sampler[int]):
 
     def __iter__(self):
         yield from (
-            torch.randperm(self.length).repeat_interleave(3)[: self.length].tolist()
+            torch.randperm(self.length)
+            .repeat_interleave(3)[: self.length]
+            .tolist()
         )
 
 
 class Reference(Labelled):
-    """What torchvision's reference has: repeated augmentation, mixup, label smoothing,
-    warm-up, EMA.
+    """What torchvision's reference has: repeated augmentation, mixup, label
+    smoothing, warm-up, EMA.
     """
 
     def model(self):
@@ -151,7 +160,9 @@ class Reference(Labelled):
 
     def transform(self, batch, training):
         return (
-            mixup(*batch) if training else (batch[0], F.one_hot(batch[1], 3).double())
+            mixup(*batch)
+            if training
+            else (batch[0], F.one_hot(batch[1], 3).double())
         )
 
     def loss(self, outputs, batch):
@@ -164,15 +175,18 @@ class Reference(Labelled):
 def mixup(rows, labels):
     share = torch.distributions.Beta(0.2, 0.2).sample()
     targets = F.one_hot(labels, 3).double()
-    return rows * share + rows.roll(1, 0) * (1 - share), targets * share + targets.roll(
-        1, 0
-    ) * (1 - share)
+    return rows * share + rows.roll(1, 0) * (
+        1 - share
+    ), targets * share + targets.roll(1, 0) * (1 - share)
 
 
 def warmed_up(optimizer):
     return SequentialLR(
         optimizer,
-        [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)],
+        [
+            LinearLR(optimizer, 0.1, total_iters=4),
+            CosineAnnealingLR(optimizer, 8),
+        ],
         [4],
     )
 
@@ -197,21 +211,35 @@ def test_torchvisions_reference(tmp_path):
         inputs, targets = mixup(rows[at], labels[at])
         losses.append(
             descend(
-                optimizer, F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+                optimizer,
+                F.cross_entropy(model(inputs), targets, label_smoothing=0.1),
             )
         )
         schedule.step()
         average.update_parameters(model)
     average.eval()
-    inputs, targets = task.transform(task.dataset("val").tensors, training=False)
-    wanted = F.cross_entropy(average(inputs), targets, label_smoothing=0.1).item()
+    inputs, targets = task.transform(
+        task.dataset("val").tensors, training=False
+    )
+    wanted = F.cross_entropy(
+        average(inputs), targets, label_smoothing=0.1
+    ).item()
     settings = {
-        "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.01},
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.2,
+            "momentum": 0.9,
+            "weight_decay": 0.01,
+        },
         "ema": {"decay": 0.8},
     }
     context = Context(tmp_path)
-    result = fit(task, config(**SETTINGS | settings, microbatch_size=BATCH), context)
-    ours = [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
+    result = fit(
+        task, config(**SETTINGS | settings, microbatch_size=BATCH), context
+    )
+    ours = [
+        row["train_loss"] for row, checkpoint in context.reports if checkpoint
+    ]
     assert len(losses) == 12
     assert ours == pytest.approx(losses, rel=1e-12)
     assert result.metrics["val_loss"] == pytest.approx(wanted, rel=1e-12)

@@ -1,5 +1,5 @@
-"""Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain loop's
-curve, also cut and resumed.
+"""Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain
+loop's curve, also cut and resumed.
 """
 
 import io
@@ -23,8 +23,8 @@ FILES = 3
 ROWS = 700
 BATCH = 40
 STEPS = 40
-"""Two passes and more; a state of the stream's own is kept at row 1,000, after 25
-steps.
+"""Two passes and more; a state of the stream's own is kept at row 1,000, after
+25 steps.
 """
 datasets = pytest.importorskip("datasets")
 
@@ -46,10 +46,16 @@ class Words(Task):
 
     def stream(self, split):
         files = sorted(map(str, self.directory.glob(f"{split}-*.{self.kind}")))
-        reader = {"jsonl": "json", "tar": "webdataset"}.get(self.kind, self.kind)
+        reader = {"jsonl": "json", "tar": "webdataset"}.get(
+            self.kind, self.kind
+        )
         cache = str(self.directory / "cache")
         stream = datasets.load_dataset(
-            reader, data_files=files, split="train", streaming=True, cache_dir=cache
+            reader,
+            data_files=files,
+            split="train",
+            streaming=True,
+            cache_dir=cache,
         )
         return (
             stream.shuffle(seed=SEED, buffer_size=64)
@@ -59,7 +65,9 @@ class Words(Task):
 
     def collate(self, samples):
         texts = [sample["txt"] for sample in samples]
-        tokens = torch.tensor([[ord(letter) - 96 for letter in text] for text in texts])
+        tokens = torch.tensor(
+            [[ord(letter) - 96 for letter in text] for text in texts]
+        )
         return {"tokens": tokens, "label": tokens[:, -1] % 3}
 
     def forward(self, model, batch):
@@ -73,7 +81,9 @@ def write(path, texts):
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"txt": texts}), path, row_group_size=50)
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"txt": text}) + "\n" for text in texts))
+        path.write_text(
+            "".join(json.dumps({"txt": text}) + "\n" for text in texts)
+        )
     else:
         with tarfile.open(path, "w") as file:
             for number, text in enumerate(texts):
@@ -112,20 +122,29 @@ def plain(task):
     for _ in range(STEPS):
         batch = task.collate(list(itertools.islice(passes, BATCH)))
         losses.append(
-            descend(optimizer, F.cross_entropy(model(batch["tokens"]), batch["label"]))
+            descend(
+                optimizer,
+                F.cross_entropy(model(batch["tokens"]), batch["label"]),
+            )
         )
     return losses
 
 
-@pytest.mark.parametrize(("kind", "shuffle"), [("tar", False), ("jsonl", True)])
+@pytest.mark.parametrize(
+    ("kind", "shuffle"), [("tar", False), ("jsonl", True)]
+)
 def test_it_trains_as_a_plain_loop_does(directory, tmp_path, kind, shuffle):
     task = Words(directory, kind, shuffle)
     steps = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH}
-    losses = curve(task, tmp_path / "run", 20, **steps, data={"num_workers": 1})
+    losses = curve(
+        task, tmp_path / "run", 20, **steps, data={"num_workers": 1}
+    )
     assert losses == pytest.approx(plain(task), rel=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "shuffle"), [("parquet", False), ("jsonl", True)])
+@pytest.mark.parametrize(
+    ("kind", "shuffle"), [("parquet", False), ("jsonl", True)]
+)
 def test_cut_and_resumed_it_goes_on_to_the_bit(
     directory, tmp_path, kind, shuffle, caplog
 ):
@@ -136,7 +155,10 @@ def test_cut_and_resumed_it_goes_on_to_the_bit(
         "evaluate": {"every_steps": 10},
     }
     train(
-        tmp_path / "whole", Words(directory, kind, shuffle), **settings, max_steps=STEPS
+        tmp_path / "whole",
+        Words(directory, kind, shuffle),
+        **settings,
+        max_steps=STEPS,
     )
     for last in (10, 30, STEPS):  # in the first pass, and in the second one
         train(

@@ -1,5 +1,5 @@
-"""transformers' models and collators as people write them, each beside a plain loop:
-equal loss curves.
+"""transformers' models and collators as people write them, each beside a plain
+loop: equal loss curves.
 """
 
 import functools
@@ -46,7 +46,8 @@ def tokenizer():
     words = SPECIAL + [f"w{number}" for number in range(WORDS - len(SPECIAL))]
     made = Tokenizer(
         models.WordLevel(
-            {word: number for number, word in enumerate(words)}, unk_token=SPECIAL[1]
+            {word: number for number, word in enumerate(words)},
+            unk_token=SPECIAL[1],
         )
     )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -61,7 +62,8 @@ def tokenizer():
         "mask": "[MASK]",
     }
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, **{f"{name}_token": word for name, word in names.items()}
+        tokenizer_object=made,
+        **{f"{name}_token": word for name, word in names.items()},
     )
 
 
@@ -90,8 +92,8 @@ def bert(kind):
 
 
 def gpt2():
-    """Without a cache, for with one it looks from a flattened sequence into those
-    before.
+    """Without a cache, for with one it looks from a flattened sequence into
+    those before.
     """
     sizes = {
         "vocab_size": WORDS,
@@ -126,8 +128,8 @@ def t5():
 
 
 class Sentences(Dataset[Any]):
-    """What a tokenizer gives for sentences of 1 to 12 words, with labels as each kind
-    of training has them.
+    """What a tokenizer gives for sentences of 1 to 12 words, with labels as
+    each kind of training has them.
     """
 
     def __init__(self, kind, split):
@@ -154,11 +156,17 @@ class Sentences(Dataset[Any]):
         if self.kind == "tokens":  # each fifth sentence has no label at all
             sample["labels"] = [
                 -100,
-                *([-100] * len(words) if index % 5 == 0 else (w % 3 for w in words)),
+                *(
+                    [-100] * len(words)
+                    if index % 5 == 0
+                    else (w % 3 for w in words)
+                ),
                 -100,
             ]
         if self.kind == "seq2seq":
-            sample["labels"] = [5 + word for word in words[::-1][: 1 + index % 4]] + [3]
+            sample["labels"] = [
+                5 + word for word in words[::-1][: 1 + index % 4]
+            ] + [3]
         return sample
 
 
@@ -179,7 +187,9 @@ KINDS = {
         1e-12,
     ),
     "masked": (
-        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3),
+        lambda: DataCollatorForLanguageModeling(
+            tokenizer(), mlm_probability=0.3
+        ),
         lambda: bert(BertForMaskedLM),
         1e-12,
     ),
@@ -191,8 +201,8 @@ KINDS = {
     "flattened": (DataCollatorWithFlattening, gpt2, 1e-6),
     "seq2seq": (lambda: DataCollatorForSeq2Seq(tokenizer()), t5, 1e-6),
 }
-"""Collator and model; the tolerance is float32's where the model computes its loss or
-its norms in that.
+"""Collator and model; the tolerance is float32's where the model computes its
+loss or its norms in that.
 """
 
 
@@ -226,7 +236,9 @@ def whole_batches(task):
     model = task.model()
     optimizer = SGD(model.parameters(), 0.2)
     torch.manual_seed(SEED)  # as a run's steps begin
-    batches = (task.collate([data[index] for index in at]) for at in order(task))
+    batches = (
+        task.collate([data[index] for index in at]) for at in order(task)
+    )
     return [descend(optimizer, model(**batch).loss) for batch in batches]
 
 
@@ -236,7 +248,9 @@ def test_a_collator_as_it_is(kind, microbatch, num_workers, tmp_path):
     ours = curve(
         Collated(kind), tmp_path, microbatch, data={"num_workers": num_workers}
     )
-    assert ours == pytest.approx(whole_batches(Collated(kind)), rel=KINDS[kind][2])
+    assert ours == pytest.approx(
+        whole_batches(Collated(kind)), rel=KINDS[kind][2]
+    )
 
 
 def test_hidden_words_are_the_same_after_a_resume(tmp_path):
@@ -247,7 +261,11 @@ def test_hidden_words_are_the_same_after_a_resume(tmp_path):
         "checkpoint": {"every_steps": 4},
     }
     check_resume(
-        tmp_path, lambda: Collated("masked"), 8, **steps, data={"num_workers": 2}
+        tmp_path,
+        lambda: Collated("masked"),
+        8,
+        **steps,
+        data={"num_workers": 2},
     )
 
 
@@ -257,7 +275,9 @@ def test_an_evaluation_in_batches_is_one_over_all_tokens(kind):
     task = Collated(kind)
     data = Sentences(kind, "val")
     model = KINDS[kind][1]()
-    wanted = model(**task.collate([data[index] for index in range(33)])).loss.item()
+    wanted = model(
+        **task.collate([data[index] for index in range(33)])
+    ).loss.item()
     assert run(task, data, size, model)["val_loss"] == pytest.approx(
         wanted, rel=KINDS[kind][2]
     )

@@ -1,5 +1,5 @@
-"""Fine-tuning as people write it, each beside a plain loop: equal losses, rates and
-ends; resumed to the bit.
+"""Fine-tuning as people write it, each beside a plain loop: equal losses,
+rates and ends; resumed to the bit.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ class WithPeft(predicted.Kept):
 
 
 def test_a_model_of_peft(tmp_path, monkeypatch):
-    """Adapters alone are kept, a resume is bit-equal, and the commands take the base
-    from the task.
+    """Adapters alone are kept, a resume is bit-equal, and the commands take
+    the base from the task.
     """
     pytest.importorskip("peft")
     kept = {
@@ -43,11 +43,15 @@ def test_a_model_of_peft(tmp_path, monkeypatch):
     assert predicted.work(Path(spec.uri), kind=WithPeft).metrics == {
         name: one for name, one in last.items() if name[:4] == "val_"
     }
-    predicted.work(Path(spec.uri), kind=WithPeft, out=str(tmp_path / "out.parquet"))
+    predicted.work(
+        Path(spec.uri), kind=WithPeft, out=str(tmp_path / "out.parquet")
+    )
     export(spec.uri, str(tmp_path / "out.safetensors"))
     exported = safetensors.torch.load_file(tmp_path / "out.safetensors")
     learned = {
-        name for name in exported if "running" not in name and "tracked" not in name
+        name
+        for name in exported
+        if "running" not in name and "tracked" not in name
     }
     assert len(learned) == 4
     assert all("lora_" in name for name in learned)

@@ -21,7 +21,8 @@ def keys(model, prefix=""):
 @pytest.mark.parametrize("model", [TrainConfig, FunctionConfig, SweepConfig])
 def test_every_key_is_there_with_its_meaning(model):
     found = {
-        key: (default, description) for key, default, description in entries(model)
+        key: (default, description)
+        for key, default, description in entries(model)
     }
     assert list(found) == keys(model)
     assert all(description for _, description in found.values())

@@ -1,5 +1,5 @@
-"""A run that keeps nothing but its state, as a trial in a lane does: when its node is
-taken away, or to be longer.
+"""A run that keeps nothing but its state, as a trial in a lane does: when its
+node is taken away, or to be longer.
 """
 
 import pytest
@@ -47,7 +47,9 @@ def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path):
     second = Lane(refuge)
     second.source = refuge
     rest = spec.execute(second)
-    assert rest.train_time_s > rest.earlier_time_s > 0, "no step is trained twice"
+    assert rest.train_time_s > rest.earlier_time_s > 0, (
+        "no step is trained twice"
+    )
     assert [row["step"] for row in first.rows] == [10]
     assert second.rows == unbroken.rows, (
         "to the bit, and what was told before is told again"
@@ -68,8 +70,8 @@ def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path):
 
 
 def longer(tmp_path, **changes):
-    """A run of 25 steps, which is then one of 50; and one that was that from its
-    beginning.
+    """A run of 25 steps, which is then one of 50; and one that was that from
+    its beginning.
     """
     refuge = Storage(str(tmp_path / "refuge"))
     changes = {"log_every_steps": 10, **changes}
@@ -82,9 +84,11 @@ def longer(tmp_path, **changes):
     return longer, result, unbroken
 
 
-def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(tmp_path):
-    """Neither the window of the log nor the evaluation that the shorter one ended with
-    is one of its own.
+def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
+    tmp_path,
+):
+    """Neither the window of the log nor the evaluation that the shorter one
+    ended with is one of its own.
     """
     lane, result, unbroken = longer(tmp_path)
     assert result.train_time_s > result.earlier_time_s > 0
@@ -95,7 +99,9 @@ def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(tmp_path)
 
 def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path):
     """Which stays as it is."""
-    first, second = (Storage(str(tmp_path / name)) for name in ("first", "second"))
+    first, second = (
+        Storage(str(tmp_path / name)) for name in ("first", "second")
+    )
     make(tmp_path, max_steps=20).execute(Lane(first))
     clone = Lane(second)
     unbroken = Lane(None)
@@ -107,20 +113,35 @@ def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path):
     assert second.names("checkpoints")[-1] == "step-000000000030"
 
 
+def test_a_run_that_ends_before_the_state_of_another_begins_anew(tmp_path):
+    first = Storage(str(tmp_path / "first"))
+    make(tmp_path, max_steps=20).execute(Lane(first))
+    shorter = make(tmp_path, max_steps=10)
+    clone = Lane(Storage(str(tmp_path / "second")))
+    clone.source = first
+    unbroken = Lane(None)
+    result = shorter.execute(clone)
+    expected = shorter.execute(unbroken)
+    assert clone.rows == unbroken.rows
+    assert (result.steps, result.metrics) == (10, expected.metrics)
+    [warning] = result.warnings
+    assert "the checkpoint is of step 20" in warning
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (
             {"lr_schedule": {"name": "cosine"}},
-            "the learning rate goes by the number of steps, 25 then, 50 now",
+            "the learning rate depends on the number of steps, which was 25 and is 50 now",
         ),
         (
             {"lr_schedule": {"warmup": 0.1}},
-            "the learning rate goes by the number of steps, 25 then, 50 now",
+            "the learning rate depends on the number of steps, which was 25 and is 50 now",
         ),
         (
             {"early_stopping": {"metric": "val_loss", "patience": 9}},
-            "had one more, at the end of 25 steps",
+            "used the evaluation at the end of 25 steps",
         ),
     ],
 )
@@ -131,5 +152,5 @@ def test_where_a_longer_run_would_have_been_another_it_begins_anew_and_says_so(
     assert result.earlier_time_s == 0
     assert lane.rows == unbroken.rows
     [warning] = result.warnings
-    assert warning.startswith("trained anew: ")
+    assert warning.startswith("trained from the start: ")
     assert words in warning

@@ -1,5 +1,5 @@
-"""What would be wrong without a word is refused, or said: schedulers, losses that are
-no mean, taken names, NaN.
+"""What would be wrong without a word is refused, or said: schedulers, losses
+that are no mean, taken names, NaN.
 """
 
 import logging
@@ -16,7 +16,14 @@ from torch.utils.data import Subset, TensorDataset
 
 from tests.specs import error_of
 from tests.unit.test_evaluation import Weighted
-from tests.unit.test_loop import RARE, Context, Tiny, check_resume, config, train
+from tests.unit.test_loop import (
+    RARE,
+    Context,
+    Tiny,
+    check_resume,
+    config,
+    train,
+)
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
 from trainers.errors import ConfigError
@@ -24,8 +31,8 @@ from trainers.loop.fit import fit
 
 
 class Scheduled(Tiny):
-    """Brings a scheduler: attached at once (it steps, or not yet), made in the first
-    step, or a rate set in a hook.
+    """Brings a scheduler: attached at once (it steps, or not yet), made in the
+    first step, or a rate set in a hook.
     """
 
     def __init__(self, how):
@@ -72,8 +79,8 @@ class Contrastive(Tiny):
 
 
 class Tokens(Tiny):
-    """A mean over tokens, of which samples have one to five; its weight says so, or
-    not.
+    """A mean over tokens, of which samples have one to five; its weight says
+    so, or not.
     """
 
     def __init__(self, weighted):
@@ -112,8 +119,8 @@ class Summed(Tiny):
 
 
 class Padded(Tokens):
-    """Sequences whose padding depends on the batch, and a collate of its own: cannot be
-    cut, has to be read again.
+    """Sequences whose padding depends on the batch, and a collate of its own:
+    cannot be cut, has to be read again.
     """
 
     def __init__(self):
@@ -159,7 +166,7 @@ def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
     else:
         warnings = train(tmp_path / "split", task, **changes).warnings
         assert any(
-            "loss() is no mean over weight()" in words for words in warnings
+            "loss() is not a mean over weight()" in words for words in warnings
         ) == bool(said)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -197,7 +204,13 @@ def test_a_metric_that_takes_a_name_of_ours_is_refused(name, tmp_path):
         ),
         ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best"),
         (
-            {"early_stopping": {"metric": "val_los", "mode": "min", "patience": 9}},
+            {
+                "early_stopping": {
+                    "metric": "val_los",
+                    "mode": "min",
+                    "patience": 9,
+                }
+            },
             "early_stopping.metric",
         ),
     ],
@@ -271,7 +284,9 @@ class Made(Tiny):
         if self.way == "replaced" and step == 2:
             model[0].bias = nn.Parameter(model[0].bias.detach().clone())
         if self.way == "given later":
-            self.given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+            self.given.add_param_group(
+                {"params": [nn.Parameter(torch.zeros(2))]}
+            )
 
 
 def _add_parameter(model, inputs):
@@ -289,7 +304,11 @@ def _add_parameter(model, inputs):
         ("two", {}, "Made.model()"),
         ("with its scheduler", {}, "Made.optimizer()"),
         ("elsewhere", {}, "Made.optimizer()"),
-        ("given later", {"checkpoint": {"every_steps": 2}}, "Made.optimizer()"),
+        (
+            "given later",
+            {"checkpoint": {"every_steps": 2}},
+            "Made.optimizer()",
+        ),
         ("complex", {"precision": "fp16"}, "precision"),
         ("complex", {"precision": "bf16-pure"}, "precision"),
     ],
@@ -312,7 +331,9 @@ class Attached(Tiny):
     def dataset(self, split):
         inputs, labels = super().dataset(split).tensors
         tensors = TensorDataset(inputs.clone().requires_grad_() * 2, labels)
-        return tensors if self.kind == "tensors" else Subset(tensors, range(20))
+        return (
+            tensors if self.kind == "tensors" else Subset(tensors, range(20))
+        )
 
 
 @pytest.mark.parametrize(
@@ -349,13 +370,17 @@ class Refuses(Hungry):
 
 
 @pytest.mark.parametrize("least", [0, 2])
-def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(least):
+def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(
+    least,
+):
     """With 0 it is the BatchNorm in the model that refuses a single sample."""
     with pytest.raises(torch.OutOfMemoryError) as raised:
         choose(Refuses(0, least), "auto", 32)
     assert isinstance(raised.value.__cause__, ValueError)
     with pytest.raises(MemoryError) as host:
-        choose(Refuses(0, least, error=lambda: MemoryError("no page")), "auto", 32)
+        choose(
+            Refuses(0, least, error=lambda: MemoryError("no page")), "auto", 32
+        )
     assert classify(host.value) == "out_of_host_memory"
 
 
@@ -371,8 +396,9 @@ def test_a_resumed_run_knows_what_was_before(tmp_path):
 
 
 class ScheduleFree(Optimizer):
-    """The protocol of schedule-free optimizers (Defazio et al. 2024), with plain SGD: z
-    is stepped, x is its average, y between the two is where gradients are taken.
+    """The protocol of schedule-free optimizers (Defazio et al. 2024), with
+    plain SGD: z is stepped, x is its average, y between the two is where
+    gradients are taken.
     """
 
     beta = 0.9
@@ -385,8 +411,12 @@ class ScheduleFree(Optimizer):
             if group["train_mode"] is not train_mode:
                 for parameter in group["params"]:
                     if "z" in self.state[parameter]:
-                        weight = 1 - self.beta if train_mode else 1 - 1 / self.beta
-                        parameter.data.lerp_(self.state[parameter]["z"], weight)
+                        weight = (
+                            1 - self.beta if train_mode else 1 - 1 / self.beta
+                        )
+                        parameter.data.lerp_(
+                            self.state[parameter]["z"], weight
+                        )
                 group["train_mode"] = train_mode
 
     def train(self):
@@ -430,12 +460,15 @@ class Free(Tiny):
                 or not self.made.param_groups[0]["k"]
             )
             self.evaluated = [
-                parameter.detach().clone() for parameter in self.net.parameters()
+                parameter.detach().clone()
+                for parameter in self.net.parameters()
             ]
         return super().metrics(outputs, batch)
 
 
-def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path):
+def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(
+    tmp_path,
+):
     task = Free()
     changes = {
         "lr_schedule": {"name": "constant"},
@@ -443,14 +476,21 @@ def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path
         "microbatch_size": 5,
     }
     result = train(
-        tmp_path / "whole", task, epochs=2, checkpoint={"every_steps": 3}, **changes
+        tmp_path / "whole",
+        task,
+        epochs=2,
+        checkpoint={"every_steps": 3},
+        **changes,
     )
-    trained = [parameter.detach().clone() for parameter in task.net.parameters()]
+    trained = [
+        parameter.detach().clone() for parameter in task.net.parameters()
+    ]
     assert not all(map(torch.equal, task.evaluated, trained)), (
         "the average is not where gradients are taken"
     )
     kept = torch.load(
-        sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1] / "state.pt",
+        sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1]
+        / "state.pt",
         weights_only=True,
     )
     names = [name for name, _ in task.net.named_parameters()]
@@ -472,7 +512,11 @@ def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path
     )
     again = Free()
     train(
-        tmp_path / "broken", again, epochs=2, checkpoint={"every_steps": 3}, **changes
+        tmp_path / "broken",
+        again,
+        epochs=2,
+        checkpoint={"every_steps": 3},
+        **changes,
     )
     torch.testing.assert_close(
         [parameter.detach() for parameter in again.net.parameters()], trained
@@ -504,7 +548,9 @@ class Holding(Tiny):
             model[4] = Note(8, 2)
         if self.holds in ("adjacency", "not kept"):
             kept = self.holds == "adjacency"
-            model[0].register_buffer("adjacency", torch.eye(4).to_sparse(), kept)
+            model[0].register_buffer(
+                "adjacency", torch.eye(4).to_sparse(), kept
+            )
         return model
 
     def optimizer(self, model, config):
@@ -530,9 +576,13 @@ class Holding(Tiny):
         ("counts", "Holding"),
     ],
 )
-def test_a_state_that_no_checkpoint_gives_back_is_refused(holds, named, tmp_path):
+def test_a_state_that_no_checkpoint_gives_back_is_refused(
+    holds, named, tmp_path
+):
     with pytest.raises(ConfigError, match=named):
-        train(tmp_path, Holding(holds), lr_schedule={"name": "constant"}, **RARE)
+        train(
+            tmp_path, Holding(holds), lr_schedule={"name": "constant"}, **RARE
+        )
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -1,5 +1,5 @@
-"""report.html in a browser without a network: nothing asked for, nothing refused, the
-figures there.
+"""report.html in a browser without a network: nothing asked for, nothing
+refused, the figures there.
 """
 
 import json
@@ -29,7 +29,9 @@ SMALL = """Math.min(...[...document.querySelectorAll('main p, main td, main th, 
 
 def test_the_page_in_a_browser(tmp_path):
     sweep = Storage(str(tmp_path / "digits-sweep"))
-    write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
+    write_report(
+        sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None
+    )
     page = look_at(
         tmp_path / "digits-sweep" / "report.html", WIDTH, FIGURES, INK, SMALL
     )
@@ -37,7 +39,9 @@ def test_the_page_in_a_browser(tmp_path):
     assert page.asked == []
     assert page.said == []
     for look, ((width, _), _, _) in LOOKS.items():
-        assert page.found[f"{look}: {WIDTH}"] <= width, "no scrolling to the side"
+        assert page.found[f"{look}: {WIDTH}"] <= width, (
+            "no scrolling to the side"
+        )
         figures = json.loads(page.found[f"{look}: {FIGURES}"])
         assert len(figures) == 5
         for wide, high, paths in figures:
@@ -46,12 +50,14 @@ def test_the_page_in_a_browser(tmp_path):
             assert paths > 10
         assert page.found[f"{look}: {SMALL}"] >= 12
         assert page.pictures[look].startswith(b"\x89PNG")
-    assert page.found[f"report-light: {INK}"] != page.found[f"report-dark: {INK}"]
+    assert (
+        page.found[f"report-light: {INK}"] != page.found[f"report-dark: {INK}"]
+    )
 
 
 def test_a_wide_table_fits_the_page(tmp_path):
-    """Keys that never vary are in a line above it, and on a narrow page rows become
-    lists.
+    """Keys that never vary are in a line above it, and on a narrow page rows
+    become lists.
     """
     keys = {f"task_args.a_rather_long_name_of_a_key_{n}": n for n in range(4)}
     constant = {"task_args.the_same_for_all": "x" * 60}
@@ -64,19 +70,28 @@ def test_a_wide_table_fits_the_page(tmp_path):
     write_report(sweep, config(), TRAIN, records, ENVIRONMENT, task_dir=None)
     inside = "(() => { const e = document.querySelector('.scroll'); return e.scrollWidth - e.clientWidth; })()"
     heads = "getComputedStyle(document.querySelector('thead')).display"
-    looks = {f"{width}": ((width, 900), False, "light") for width in (1280, 800)}
-    page = look_at(tmp_path / "wide" / "report.html", WIDTH, inside, heads, looks=looks)
+    looks = {
+        f"{width}": ((width, 900), False, "light") for width in (1280, 800)
+    }
+    page = look_at(
+        tmp_path / "wide" / "report.html", WIDTH, inside, heads, looks=looks
+    )
     for width in (1280, 800):
         assert page.found[f"{width}: {WIDTH}"] == width
         assert page.found[f"{width}: {inside}"] == 0
     assert page.found[f"1280: {heads}"] == "table-header-group"
     assert page.found[f"800: {heads}"] == "none"
     text = sweep.read("report.html").decode()
-    assert f"The same for all: the_same_for_all {'x' * 60}." in " ".join(text.split())
+    assert (
+        f"The same for all trials: the_same_for_all {'x' * 60}."
+        in " ".join(text.split())
+    )
     assert ">the_same_for_all</th>" not in text
 
 
-def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path):
+def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
+    tmp_path,
+):
     records = [
         replace(
             record,
@@ -113,7 +128,7 @@ def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path
     assert [len(rows[name]) for name in steps] == [50, 72, 72, 72, 36]
     rates = [float(row[3].replace(",", "")) for row in rows["rising"]]
     assert rates == sorted(rates)
-    assert [row[3] for row in rows["falling"]] == [row[3] for row in rows["rising"]][
-        ::-1
-    ]
+    assert [row[3] for row in rows["falling"]] == [
+        row[3] for row in rows["rising"]
+    ][::-1]
     assert {row[1] for row in rows["filtered"]} == {"bf16"}

@@ -29,7 +29,9 @@ def session(monkeypatch):
     return session
 
 
-def test_no_report_is_lost_or_overtaken_by_the_trials_end(session, monkeypatch):
+def test_no_report_is_lost_or_overtaken_by_the_trials_end(
+    session, monkeypatch
+):
     """Tune has just looked for a report when the last one comes, and with it the end."""
     reports = session._inter_actor_queue
     heard = []

@@ -1,5 +1,5 @@
-"""Tensors that each rank writes its rows of: cut, written and read back by any number
-of ranks; strangers' files.
+"""Tensors that each rank writes its rows of: cut, written and read back by any
+number of ranks; strangers' files.
 """
 
 import json
@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from tests.unit.test_checkpoint import flip_a_bit, replace
 from trainers.checkpoint import _row_shards
 from trainers.checkpoint._row_shards import FORMATS, write_tensors
-from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
+from trainers.checkpoint.manifest import (
+    Manifest,
+    folder_name,
+    rank_file,
+    shard_file,
+)
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError
@@ -25,8 +30,8 @@ NAME = folder_name(1)
 
 
 class Tied(nn.Module):
-    """Large and small parameters, two that are one, one with fewer rows than there are
-    ranks, and a large buffer.
+    """Large and small parameters, two that are one, one with fewer rows than
+    there are ranks, and a large buffer.
     """
 
     def __init__(self):
@@ -47,7 +52,9 @@ def state():
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    own = {name: value.detach() + 1 for name, value in model.named_parameters()}
+    own = {
+        name: value.detach() + 1 for name, value in model.named_parameters()
+    }
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -78,7 +85,9 @@ def write(path, state, world_size):
     files = {"state.pt": archive.write(NAME, "state.pt", cuts[0].rest)}
     for rank, cut in enumerate(cuts):
         files[rank_file(rank)] = archive.write(NAME, rank_file(rank), {})
-        files[shard_file(rank)] = archive.write_rows(NAME, shard_file(rank), cut.rows)
+        files[shard_file(rank)] = archive.write_rows(
+            NAME, shard_file(rank), cut.rows
+        )
     archive.seal(Manifest(1, world_size, files), 1)
     return cuts
 
@@ -100,7 +109,9 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_any_number_of_ranks_wrote_any_number_reads(world_size, state, tmp_path):
+def test_what_any_number_of_ranks_wrote_any_number_reads(
+    world_size, state, tmp_path
+):
     cuts = write(tmp_path, state, world_size)
     moments = {
         f"optimizer/state/{number}/{name}"
@@ -119,12 +130,16 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(world_size, state, tmp_
     archive = Archive(Storage(str(tmp_path)))
     archive.verify(NAME)
     found, rows = archive.read_state(NAME)
-    assert (tmp_path / "checkpoints" / NAME / "state.pt").stat().st_size < 5 << 20
+    assert (
+        tmp_path / "checkpoints" / NAME / "state.pt"
+    ).stat().st_size < 5 << 20
     filled = rows.fill(found)
     same(filled, state)
     assert filled["model"]["embed.weight"] is filled["model"]["head.weight"]
     for readers in (1, 2, 4):
-        parts = [rows.fill(found["model"], rank, readers) for rank in range(readers)]
+        parts = [
+            rows.fill(found["model"], rank, readers) for rank in range(readers)
+        ]
         for name in ("embed.weight", "wide.weight"):
             chunks = state["model"][name].chunk(readers)
             for part, chunk in zip(parts, chunks, strict=False):
@@ -133,7 +148,9 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(world_size, state, tmp_
 
 
 def test_the_files_are_those_of_the_safetensors_library(tmp_path):
-    tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in FORMATS}
+    tensors = {
+        str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in FORMATS
+    }
     tensors |= {
         "none": torch.empty(0, 4),
         "turned": torch.rand(4, 6).t(),
@@ -147,10 +164,14 @@ def test_the_files_are_those_of_the_safetensors_library(tmp_path):
 
 
 def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path):
-    rows = {str(number): torch.rand(5_000_000) for number in range(10)}  # 200 MB
+    rows = {
+        str(number): torch.rand(5_000_000) for number in range(10)
+    }  # 200 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Archive(Storage(str(tmp_path))).write_rows(NAME, shard_file(0), rows)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
+    )
 
 
 def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state, tmp_path):
@@ -195,7 +216,11 @@ STRANGE = {
 def test_a_strangers_rows_are_refused_in_a_sentence(name, state, tmp_path):
     write(tmp_path, state, 2)
     where = tmp_path / "checkpoints" / NAME
-    replace(where, shard_file(0), STRANGE[name]((where / shard_file(0)).read_bytes()))
+    replace(
+        where,
+        shard_file(0),
+        STRANGE[name]((where / shard_file(0)).read_bytes()),
+    )
     archive = Archive(Storage(str(tmp_path)))
     archive.verify(NAME)
     with pytest.raises(CheckpointError):

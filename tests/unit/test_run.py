@@ -1,5 +1,5 @@
-"""From a file to a RunSpec, and the run's directory: what is refused, and when a run is
-complete already.
+"""From a file to a RunSpec, and the run's directory: what is refused, and when
+a run is complete already.
 """
 
 import os
@@ -14,7 +14,12 @@ from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, StorageError
-from trainers.launch.spec import MARK, check_precision, read_file, torchrun_world_size
+from trainers.launch.spec import (
+    MARK,
+    check_precision,
+    read_file,
+    torchrun_world_size,
+)
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 from trainers.start import check_kept, prepare_storage
@@ -48,7 +53,9 @@ def user(user):
 
 
 def read(user, **overrides):
-    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    dotted = {
+        name.replace("__", "."): value for name, value in overrides.items()
+    }
     return read_spec(str(user / "train.yaml"), dotted)
 
 
@@ -83,14 +90,18 @@ def test_the_size_of_a_cluster_is_not_this_machines(user, monkeypatch):
 
 def test_torchrun_decides_the_number_of_workers(user):
     (user / "train.yaml").write_text(
-        dump_yaml({**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}})
+        dump_yaml(
+            {**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}}
+        )
     )
     spec = read_spec(str(user / "train.yaml"), {}, world_size=1)
     assert spec.config.scaling.num_workers == 1
     assert spec.config.launcher == "spawn"
 
 
-def test_torchrun_on_many_machines_is_not_held_against_this_one(user, monkeypatch):
+def test_torchrun_on_many_machines_is_not_held_against_this_one(
+    user, monkeypatch
+):
     cores = len(os.sched_getaffinity(0))
     for name, value in {
         "RANK": 0,
@@ -127,7 +138,9 @@ def test_a_new_run_leaves_its_configuration(user):
     assert prepare_storage(spec, fresh=False) is None
     assert spec.storage.names() == ["config.yaml"]
     kept = parse_mapping(spec.storage.read("config.yaml").decode(), "f")
-    assert kept == {**spec.tree, "task_dir": spec.path[0]}, "and where its task is"
+    assert kept == {**spec.tree, "task_dir": spec.path[0]}, (
+        "and where its task is"
+    )
 
 
 @pytest.mark.parametrize("status", ["stopped", "diverged"])
@@ -143,7 +156,8 @@ def test_a_longer_run_goes_on_until_it_is_done(user):
     finish(read(user))
     longer = read(user, epochs=5)
     assert prepare_storage(longer, fresh=False) is None
-    # Killed before it was done: the old result must not be taken for the new run's.
+    # Killed before it was done: the old result must not be taken for the new
+    # run's.
     assert prepare_storage(longer, fresh=False) is None
     finish(longer)
     assert prepare_storage(longer, fresh=False) is not None
@@ -166,7 +180,10 @@ def test_another_run_of_the_same_name_is_refused(user, overrides):
         raised.value.field in overrides
         or raised.value.field == next(iter(overrides)).split("__")[0]
     )
-    assert prepare_storage(read(user, name="other", **overrides), fresh=False) is None
+    assert (
+        prepare_storage(read(user, name="other", **overrides), fresh=False)
+        is None
+    )
 
 
 def test_workers_and_speed_may_change_between_launches(user):
@@ -181,13 +198,15 @@ def test_workers_and_speed_may_change_between_launches(user):
 
 
 def test_fresh_deletes_nothing_that_is_no_run(user, tmp_path):
-    """`--name` and `--storage_path` are typed by hand: a directory without our files is
-    not ours to delete.
+    """`--name` and `--storage_path` are typed by hand: a directory without our
+    files is not ours to delete.
     """
     (tmp_path / "home" / "mine").mkdir(parents=True)
     (tmp_path / "home" / "mine" / "thesis.tex").write_text("years of work")
     try:
-        prepare_storage(read(user, storage_path=str(tmp_path / "home")), fresh=True)
+        prepare_storage(
+            read(user, storage_path=str(tmp_path / "home")), fresh=True
+        )
     except ConfigError as error:
         assert "mine" in str(error)  # noqa: PT017
     assert (tmp_path / "home" / "mine" / "thesis.tex").exists()
@@ -195,7 +214,9 @@ def test_fresh_deletes_nothing_that_is_no_run(user, tmp_path):
 
 def checkpoint(spec):
     """A checkpoint as its manifest describes it; where it is."""
-    entries = {name: FileEntry(0, "0" * 64) for name in ("state.pt", "rank-00000.pt")}
+    entries = {
+        name: FileEntry(0, "0" * 64) for name in ("state.pt", "rank-00000.pt")
+    }
     kept = spec.storage.child("checkpoints", folder_name(2))
     for name in entries:
         kept.write(name, b"")
@@ -203,10 +224,12 @@ def checkpoint(spec):
     return kept.uri
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "state.pt", "rank-00000.pt", ""])
+@pytest.mark.parametrize(
+    "lost", ["manifest.json", "state.pt", "rank-00000.pt", ""]
+)
 def test_a_result_is_worth_no_more_than_its_checkpoint(user, caplog, lost):
-    """Of a run that has just ended, and of one that is found to be complete; wherever
-    the run lies by now.
+    """Of a run that has just ended, and of one that is found to be complete;
+    wherever the run lies by now.
     """
     spec = read(user)
     prepare_storage(spec, fresh=False)
@@ -216,12 +239,14 @@ def test_a_result_is_worth_no_more_than_its_checkpoint(user, caplog, lost):
     )
     spec.storage.write("result.json", result.to_json().encode())
     check_kept(spec.storage, result)
-    assert prepare_storage(read(user, log_every_steps=3), fresh=False) == result
+    assert (
+        prepare_storage(read(user, log_every_steps=3), fresh=False) == result
+    )
     spec.storage.delete(f"checkpoints/{folder_name(2)}/{lost}")
     with pytest.raises(StorageError, match=lost or "manifest.json"):
         check_kept(spec.storage, result)
     assert prepare_storage(spec, fresh=False) is None
-    assert "goes on from its newest checkpoint" in caplog.text
+    assert "resumes from its newest checkpoint" in caplog.text
 
 
 def test_fresh_starts_anew_and_leaves_the_lease(user):

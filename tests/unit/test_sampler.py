@@ -1,5 +1,5 @@
-"""Which samples belong to which step: every sample once, the same set for any number of
-workers.
+"""Which samples belong to which step: every sample once, the same set for any
+number of workers.
 """
 
 import random
@@ -14,7 +14,11 @@ from trainers.data.sampler import StepSampler, split_share
 _RANDOM = random.Random(20261101)
 TRIPLES = [
     *(
-        (_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9))
+        (
+            _RANDOM.randint(1, 300),
+            _RANDOM.randint(1, 80),
+            _RANDOM.randint(1, 9),
+        )
         for _ in range(12)
     ),
     (1, 1, 1),
@@ -35,7 +39,11 @@ TRIPLES = [
 def make(n, batch, workers=1, rank=0, **options):
     dataset = TensorDataset(torch.arange(n))
     return StepSampler(
-        dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options
+        dataset,
+        global_batch_size=batch,
+        num_replicas=workers,
+        rank=rank,
+        **options,
     )
 
 
@@ -49,11 +57,13 @@ def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
         used = []
         for sampler in (alone, *ranks):
             sampler.set_epoch(epoch)
-        assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}
+        assert {sampler.steps_per_epoch for sampler in ranks} == {
+            alone.steps_per_epoch
+        }
         for step in range(alone.steps_per_epoch):
             shares = [sampler.share(step) for sampler in ranks]
-            # In rank order the shares are the step itself: not only the same set, the
-            # same order.
+            # In rank order the shares are the step itself: not only the same
+            # set, the same order.
             assert torch.cat(shares).tolist() == alone.share(step).tolist()
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             assert len(alone.share(step)) == alone.step_size(step)
@@ -76,12 +86,20 @@ def test_the_order_follows_seed_and_epoch():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize(("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)])
-def test_iterating_it_is_torchs_distributed_sampler(n, workers, drop_last, shuffle):
+@pytest.mark.parametrize(
+    ("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)]
+)
+def test_iterating_it_is_torchs_distributed_sampler(
+    n, workers, drop_last, shuffle
+):
     dataset = TensorDataset(torch.arange(n))
     for rank in range(workers):
-        ours = make(n, 4, workers, rank, seed=5, drop_last=drop_last, shuffle=shuffle)
-        torchs = DistributedSampler(dataset, workers, rank, shuffle, 5, drop_last)
+        ours = make(
+            n, 4, workers, rank, seed=5, drop_last=drop_last, shuffle=shuffle
+        )
+        torchs = DistributedSampler(
+            dataset, workers, rank, shuffle, 5, drop_last
+        )
         assert isinstance(ours, DistributedSampler)
         for epoch in range(3):
             ours.set_epoch(epoch)
@@ -91,7 +109,8 @@ def test_iterating_it_is_torchs_distributed_sampler(n, workers, drop_last, shuff
 
 
 @pytest.mark.parametrize(
-    ("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)]
+    ("size", "limit"),
+    [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)],
 )
 def test_a_share_is_split_evenly(size, limit):
     share = torch.randperm(size)

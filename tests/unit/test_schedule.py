@@ -1,12 +1,17 @@
-"""torch's LR schedulers in the loop: their rates are those of a plain loop, and a
-resume changes none.
+"""torch's LR schedulers in the loop: their rates are those of a plain loop,
+and a resume changes none.
 """
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, lr_scheduler
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    SequentialLR,
+)
 
 from tests.specs import error_of
 from tests.unit.test_graphs import Fake, make
@@ -52,7 +57,9 @@ class Named(Tiny):
         self.options = options or BY_NAME[name]
 
     def schedule(self, optimizer, config):
-        return getattr(lr_scheduler, self.name)(optimizer, **self.options), self.every
+        return getattr(lr_scheduler, self.name)(
+            optimizer, **self.options
+        ), self.every
 
 
 def plain(name, every, kind=SGD, **options):
@@ -73,7 +80,9 @@ def plain(name, every, kind=SGD, **options):
 def test_the_rates_are_those_of_a_plain_loop(name, every, tmp_path):
     train(tmp_path, Named(name, every), **OWN, checkpoint={"every_steps": 99})
     expected = plain(name, every, momentum=0.9)
-    assert [lr for _, lr, _ in curve(tmp_path)] == [group["lr"] for group in expected]
+    assert [lr for _, lr, _ in curve(tmp_path)] == [
+        group["lr"] for group in expected
+    ]
     state = torch.load(
         tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
     )
@@ -94,7 +103,9 @@ class Chosen(Tiny):
     def optimizer(self, model, config):
         first, *others = model.parameters()
         self.made = SGD(
-            [{"params": [first], "lr": 0.5}, {"params": others}], lr=0.05, fused=True
+            [{"params": [first], "lr": 0.5}, {"params": others}],
+            lr=0.05,
+            fused=True,
         )
         return self.made
 
@@ -113,8 +124,15 @@ class Chosen(Tiny):
 
 
 def test_the_tasks_own(tmp_path):
-    train(tmp_path, Chosen("lambda"), lr_schedule={}, checkpoint={"every_steps": 99})
-    assert [lr for _, lr, _ in curve(tmp_path)] == [0.5 * 0.5**n for n in range(STEPS)]
+    train(
+        tmp_path,
+        Chosen("lambda"),
+        lr_schedule={},
+        checkpoint={"every_steps": 99},
+    )
+    assert [lr for _, lr, _ in curve(tmp_path)] == [
+        0.5 * 0.5**n for n in range(STEPS)
+    ]
     state = torch.load(
         tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
     )
@@ -147,7 +165,8 @@ def test_a_resume_is_bit_equal(task, changes, at, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("by", "mode"), [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")]
+    ("by", "mode"),
+    [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")],
 )
 def test_a_plateau_is_one_of_the_evaluations(by, mode, tmp_path):
     context = Context(tmp_path)
@@ -182,7 +201,11 @@ class Unseen(Named):
     [
         (Unseen("ReduceLROnPlateau", **PLATEAU), {}, "schedule()"),
         (Named("ReduceLROnPlateau", mode="max", **PLATEAU), {}, "schedule()"),
-        (Named("ReduceLROnPlateau", "val_accuracy", **PLATEAU), {}, "schedule()"),
+        (
+            Named("ReduceLROnPlateau", "val_accuracy", **PLATEAU),
+            {},
+            "schedule()",
+        ),
         (
             Named("ReduceLROnPlateau", "val_acuracy", mode="max", **PLATEAU),
             {},
@@ -192,8 +215,16 @@ class Unseen(Named):
         (Named("StepLR", "batch"), {}, "schedule()"),
         (Chosen("another"), {}, "schedule()"),
         # It ends before the run.
-        (Named("OneCycleLR", max_lr=0.1, total_steps=STEPS - 1), {}, "schedule()"),
-        (Named("OneCycleLR", "epoch", max_lr=0.1, total_steps=2), {}, "schedule()"),
+        (
+            Named("OneCycleLR", max_lr=0.1, total_steps=STEPS - 1),
+            {},
+            "schedule()",
+        ),
+        (
+            Named("OneCycleLR", "epoch", max_lr=0.1, total_steps=2),
+            {},
+            "schedule()",
+        ),
         (
             Named("LambdaLR", lr_lambda=lambda step: [1.0, 0.5, 0.25][step]),
             {},
@@ -214,7 +245,8 @@ def test_another_scheduler_does_not_go_on(tmp_path):
 
 def test_a_captured_step_takes_rates_but_no_momenta():
     step = make(
-        Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+        Fake(),
+        lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True),
     )
 
     def follow(name):
@@ -234,5 +266,7 @@ def test_a_captured_step_takes_rates_but_no_momenta():
     assert isinstance(rate, Tensor)
     assert float(rate) == pytest.approx(0.025)
     step.check_lr()
-    with pytest.raises(ConfigError, match=r"`cuda_graphs`.*cycle_momentum=False"):
+    with pytest.raises(
+        ConfigError, match=r"`cuda_graphs: .*cycle_momentum=False"
+    ):
         follow("OneCycleLR")

@@ -1,5 +1,5 @@
-"""The JSON schemas for editors: current, named by every example, and as strict as the
-models where a schema can be.
+"""The JSON schemas for editors: current, named by every example, and as strict
+as the models where a schema can be.
 """
 
 import json
@@ -14,7 +14,13 @@ from tests.documents import RUN, blocks, pages
 from tests.specs import REPOSITORY
 from trainers.__main__ import main as trainers_main
 from trainers.config import TrainConfig
-from trainers.config.model import Settings, build, child_model, keys_of, override
+from trainers.config.model import (
+    Settings,
+    build,
+    child_model,
+    keys_of,
+    override,
+)
 from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.__main__ import main as tune_main
@@ -72,7 +78,9 @@ def test_every_configuration_of_the_pages_is_valid():
     ):
         tree = parse_mapping(block.text, block.page)
         if "train" in tree or "space" in tree:
-            assert errors("tune", SWEEP | tree) == [], f"{block.page}:{block.line}"
+            assert errors("tune", SWEEP | tree) == [], (
+                f"{block.page}:{block.line}"
+            )
             count += 1
         elif {"task", "train_func"} & set(tree):
             assert errors("trainers", tree) == [], f"{block.page}:{block.line}"
@@ -84,7 +92,11 @@ def keys(model, before=""):
     for key in keys_of(model):
         yield before + key
         below = child_model(model, key)
-        if below is not None and key not in ("batch_schedule", "tracking", "space"):
+        if below is not None and key not in (
+            "batch_schedule",
+            "tracking",
+            "space",
+        ):
             yield from keys(below, f"{before}{key}.")
 
 
@@ -105,7 +117,18 @@ def test_every_key_that_is_mistyped_is_marked(package, model, tree):
         assert errors("tune", SWEEP | {"space": {dotted[:-1]: [1]}}), dotted
 
 
-ODD_VALUES = ("nonsense", -1, 1.5, True, [{}], {"nonsense": 1}, 3, [], {}, None)
+ODD_VALUES = (
+    "nonsense",
+    -1,
+    1.5,
+    True,
+    [{}],
+    {"nonsense": 1},
+    3,
+    [],
+    {},
+    None,
+)
 TOGETHER = {
     *(
         "early_stopping.metric",
@@ -116,8 +139,8 @@ TOGETHER = {
     ),
     *("checkpoint.best", "scaling.num_workers", "lr_schedule.warmup"),
 }
-"""Keys of which some values are wrong for what else there is, or by a rule that no
-schema has.
+"""Keys of which some values are wrong for what else there is, or by a rule
+that no schema has.
 """
 
 
@@ -207,9 +230,13 @@ def test_a_sweep_by_its_schema(changes, is_valid):
 def test_every_choice_of_a_model_is_one_of_the_schema():
     schema = json.loads((REPOSITORY / "trainers/schema.json").read_text())
     for name, field in TrainConfig.model_fields.items():
-        choices = [one for one in get_args(field.annotation) if isinstance(one, str)]
+        choices = [
+            one for one in get_args(field.annotation) if isinstance(one, str)
+        ]
         if choices and len(choices) == len(get_args(field.annotation)):
             assert (
-                schema["definitions"]["TrainConfig"]["properties"][name]["enum"]
+                schema["definitions"]["TrainConfig"]["properties"][name][
+                    "enum"
+                ]
                 == choices
             )

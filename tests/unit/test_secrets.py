@@ -1,5 +1,5 @@
-"""No secret is shown or saved, no text moves the cursor, and what is written is for its
-owner alone.
+"""No secret is shown or saved, no text moves the cursor, and what is written
+is for its owner alone.
 """
 
 import logging
@@ -45,7 +45,7 @@ NAMED = [
     '{{"password": "{} with spaces"}}',
     "api_key: {}",
     "AWS_SECRET_ACCESS_KEY={} python train.py",
-    '`task_args.api_key` is "{}", but there is no such key',
+    '`task_args.api_key: "{}"` is not a known key',
     "Authorization: Bearer {}",
     "authorization=Basic {}",
 ]
@@ -57,7 +57,7 @@ HARMLESS = [
     "s3://bucket/run@2?scheme=http&endpoint_override=minio:9000",
     "http://127.0.0.1:8265 (it asks for the token that `ray get-auth-token` prints)",
     "tokens: 512, max_token: 7, tokenizer: bert, config: x, keys: [a], secretary: y",
-    "`optimizer.lr` is 0, but must be more than 0; write 0.1",
+    "`optimizer.lr: 0` must be more than 0; write 0.1",
     "tab\tand\nnewline stay, and so do \u00e9\u4e2d\U0001f600",
 ]
 
@@ -86,19 +86,24 @@ def test_all_else_stays_what_it_is(text):
         "AWS_ACCESS_KEY_ID",
     ],
 )
-def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(name, monkeypatch):
+def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(
+    name, monkeypatch
+):
     monkeypatch.setenv(name, SECRET)
     assert (
         redact(f"ValueError: cannot log in as <{SECRET}>")
         == f"ValueError: cannot log in as <{HIDDEN}>"
     )
     monkeypatch.setenv(name, "no")
-    assert redact("no short word is taken for one") == "no short word is taken for one"
+    assert (
+        redact("no short word is taken for one")
+        == "no short word is taken for one"
+    )
 
 
 def test_nothing_moves_the_cursor():
-    """Escape sequences could rewrite what stands above; a lone surrogate would end the
-    program that prints it.
+    """Escape sequences could rewrite what stands above; a lone surrogate would
+    end the program that prints it.
     """
     for code in [
         *range(9),
@@ -121,14 +126,19 @@ URI = f"s3://AKIAIOSFODNN7:{SECRET.replace('/', '%2F')}@bucket/runs"
 def test_errors_hide_it_however_they_are_made():
     errors = [
         ConfigError(
-            "storage_path", URI, f"cannot be opened ({URI})", "use another", URI
+            "storage_path",
+            URI,
+            f"cannot be opened ({URI})",
+            "use another",
+            URI,
         ),
         ConfigError("api_key", SECRET, "is no such key", "remove it"),
         StorageError(f"could not write {URI}"),
         failure_of(OSError(f"no bucket in {URI}"), 0),
         RunFailedError("error", f"password={SECRET}"),
     ]
-    for error in (*errors, *(pickle.loads(pickle.dumps(error)) for error in errors)):  # noqa: S301
+    sent = [pickle.loads(pickle.dumps(error)) for error in errors]  # noqa: S301
+    for error in (*errors, *sent):
         assert "FEMI" not in str(error)
         assert HIDDEN in str(error)
     assert all(
@@ -139,7 +149,9 @@ def test_errors_hide_it_however_they_are_made():
     assert "FEMI" not in show(f"{'x' * 130} {URI}") + show(
         {"a": {"secret_key": SECRET}}
     )
-    assert "FEMI" not in first_line(OSError(URI)) + last_line(OSError(f"a\n{URI}"))
+    assert "FEMI" not in first_line(OSError(URI)) + last_line(
+        OSError(f"a\n{URI}")
+    )
 
 
 def test_the_log_and_tracebacks_hide_it(monkeypatch, capsys):
@@ -158,8 +170,8 @@ def test_the_log_and_tracebacks_hide_it(monkeypatch, capsys):
 
 @pytest.mark.parametrize("text", NAMED[:12])
 def test_storage_takes_no_credentials(text):
-    """No run has them in its address, so none can be saved with one, or be shown by
-    Ray, pyarrow or the shell.
+    """No run has them in its address, so none can be saved with one, or be
+    shown by Ray, pyarrow or the shell.
     """
     uri = text.format(*[SECRET.replace("/", "%2F")] * 2)
     with pytest.raises(ConfigError) as raised:
@@ -181,13 +193,16 @@ def test_no_door_takes_credentials(tmp_path, monkeypatch):
     ]
     doors += [lambda: read_spec(file, {"storage_path": URI})]
     for door in doors:
-        with pytest.raises(ConfigError, match="must hold no key or password") as raised:
+        with pytest.raises(
+            ConfigError, match="must hold no key or password"
+        ) as raised:
             door()
         assert "FEMI" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"]
+    "uri",
+    ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"],
 )
 def test_a_password_that_breaks_the_uri_is_not_shown_either(uri):
     with pytest.raises(ConfigError) as raised:

@@ -6,7 +6,13 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from trainers.config.model import Settings, build, override, set_key
+from trainers.config.model import (
+    Settings,
+    build,
+    override,
+    refuse_changes,
+    set_key,
+)
 from trainers.config.yaml import parse_mapping, parse_yaml
 from trainers.errors import ConfigError, ConfigErrors
 
@@ -124,7 +130,9 @@ def test_a_file_must_be_a_mapping_of_names(text):
 
 
 class Inner(Settings):
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("steps", "epochs", "seconds"),)
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("steps", "epochs", "seconds"),
+    )
 
     steps: int | None = Field(default=None, ge=1, examples=[100])
     """Steps."""
@@ -148,7 +156,9 @@ class Outer(Settings):
     inner: Inner = Field(default_factory=Inner)
     """Inner part."""
     many: int | list[int] = Field(
-        default=1, examples=[2], json_schema_extra={"rule": "must be one or several"}
+        default=1,
+        examples=[2],
+        json_schema_extra={"rule": "must be one or several"},
     )
     """One or several."""
     free: dict[str, Any] = Field(default_factory=dict)
@@ -181,7 +191,7 @@ def test_an_override_replaces_the_other_keys_of_its_group():
 
 
 def test_a_key_below_a_value_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"`optimizer\.lr`.*`optimizer`"):
+    with pytest.raises(ConfigError, match=r"`optimizer\.lr: .*`optimizer`"):
         set_key({"optimizer": "adam"}, "optimizer.lr", 1)
 
 
@@ -197,38 +207,44 @@ GOOD = {"needed": "x"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ("rato: 0.5", "`rato` is 0.5, but there is no such key; did you mean `ratio`?"),
+        (
+            "rato: 0.5",
+            "`rato: 0.5` is not a known key; did you mean `ratio`?",
+        ),
         (
             "inner: {step: 1}",
-            "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",
+            "`inner.step: 1` is not a known key; did you mean `inner.steps`?",
         ),
         (
             "inner.steps: 1",
-            "`inner.steps` is 1, but there is no such key; write `inner: {steps: ...}`: dots are",
+            "`inner.steps: 1` is not a known key; write `inner: {steps: ...}`: dots are",
         ),
-        ("size: many", '`size` is "many", but must be a whole number; write'),
+        ("size: many", '`size: "many"` must be a whole number; write'),
         (
             "kind: false",
-            "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`",
+            "`kind: false` must be one of 'small' or 'large'; write for example `kind: small`",
         ),
         (
             "needed: ''",
-            '`needed` is "", but must not be empty; write for example `needed: word`',
+            '`needed: ""` must not be empty; write for example `needed: word`',
         ),
         (
             "inner: {steps: 0}",
-            "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`",
+            "`inner.steps: 0` must be at least 1; write for example `steps: 100`",
         ),
-        ("inner: [1]", "`inner` is [1], but must be a mapping; write"),
-        ("free: 3", "`free` is 3, but must be a mapping; write"),
-        ("ratio: 0.25", "`ratio` is 0.25, but must not be a quarter; take a third"),
+        ("inner: [1]", "`inner: [1]` must be a mapping; write"),
+        ("free: 3", "`free: 3` must be a mapping; write"),
+        (
+            "ratio: 0.25",
+            "`ratio: 0.25` must not be a quarter; take a third",
+        ),
         (
             "ratio: null",
-            "`ratio` is null, but must be a number; write for example `ratio: 0.5`",
+            "`ratio: null` must be a number; write for example `ratio: 0.5`",
         ),
         (
             "many: x",
-            '`many` is "x", but must be one or several; write for example `many: 2`',
+            '`many: "x"` must be one or several; write for example `many: 2`',
         ),
     ],
 )
@@ -241,7 +257,9 @@ def test_a_mistake_is_one_sentence(tree, words):
 def test_several_mistakes_are_a_line_each():
     with pytest.raises(ConfigErrors) as raised:
         build(
-            Outer, {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1}, "f.yaml"
+            Outer,
+            {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1},
+            "f.yaml",
         )
     assert len(raised.value.errors) == 5
     assert len(str(raised.value).splitlines()) == 5
@@ -252,3 +270,23 @@ def test_several_mistakes_are_a_line_each():
         "zzz",
         "needed",
     }
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        (math.nan, math.nan, True),
+        ({"b": 1, "a": [2]}, {"a": (2,), "b": 1}, True),
+        (1, True, False),
+        ({1: "x"}, {"1": "x"}, False),
+        (None, 1, False),
+    ],
+)
+def test_a_value_that_differs_from_before_is_named(then, now, same):
+    if same:
+        refuse_changes({"a": then}, {"a": now}, "s3://b/run", "start anew")
+        return
+    with pytest.raises(
+        ConfigError, match=r"`a: .*` differs from .* in s3://b/run"
+    ):
+        refuse_changes({"a": then}, {"a": now}, "s3://b/run", "start anew")

@@ -1,5 +1,5 @@
-"""What asks a process to stop and what ends it; that it ends with the process that
-started it, and leaves its group.
+"""What asks a process to stop and what ends it; that it ends with the process
+that started it, and leaves its group.
 """
 
 import os
@@ -33,15 +33,17 @@ def test_only_a_second_interrupt_ends_it(first, second):
             else:
                 signal.raise_signal(second)
         assert told == [first.name]
-        assert [signal.getsignal(number) for number in ALL] == [signal.SIG_DFL] * 3
+        assert [signal.getsignal(number) for number in ALL] == [
+            signal.SIG_DFL
+        ] * 3
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def test_a_signal_amid_a_write_waits_for_its_end():
-    """A buffered stream that is told from the handler itself would raise: it is being
-    written to.
+    """A buffered stream that is told from the handler itself would raise: it
+    is being written to.
     """
     stream = threading.Lock()
     told = []
@@ -126,8 +128,8 @@ print(before, threads())
 
 
 def test_a_group_that_was_left_is_gone(tmp_path):
-    """One that stays until the process ends makes it abort now and then: `terminate
-    called ...`.
+    """One that stays until the process ends makes it abort now and then:
+    `terminate called ...`.
     """
     place = f"file://{tmp_path}/rendezvous"
     done = subprocess.run(

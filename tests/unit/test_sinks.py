@@ -1,5 +1,5 @@
-"""TensorBoard events: whole files by TensorBoard's own format, in parts like the log,
-each step once after a resume.
+"""TensorBoard events: whole files by TensorBoard's own format, in parts like
+the log, each step once after a resume.
 """
 
 import struct
@@ -22,7 +22,9 @@ def events(run):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
-            assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
+            assert struct.unpack("<I", data[8:12]) == (
+                masked_crc32c(data[:8]),
+            )
             body = data[12 : 12 + length]
             assert struct.unpack("<I", data[12 + length : 16 + length]) == (
                 masked_crc32c(body),
@@ -58,7 +60,9 @@ def test_numbers_are_scalars_and_nothing_else_is(tmp_path, monkeypatch):
     log.flush(3)
     first, *rest = events(tmp_path)
     assert first.file_version == "brain.Event:2"
-    assert [(event.wall_time, event.step) for event in rest] == [(1234.5, 3)] * 2
+    assert [(event.wall_time, event.step) for event in rest] == [
+        (1234.5, 3)
+    ] * 2
     assert [
         {value.tag: value.simple_value for value in event.summary.value}
         for event in rest
@@ -69,7 +73,8 @@ def test_a_run_and_its_curve(tmp_path):
     train(tmp_path, epochs=2, tracking=["tensorboard"])
     for index, name in ((1, "lr"), (2, "train_loss")):
         wanted = [
-            (row[0], pytest.approx(row[index], rel=1e-6)) for row in curve(tmp_path)
+            (row[0], pytest.approx(row[index], rel=1e-6))
+            for row in curve(tmp_path)
         ]
         assert series(tmp_path, name) == wanted
     assert [step for step, _ in series(tmp_path, "val_loss")] == [5, 10]
@@ -94,7 +99,13 @@ def test_after_a_power_cut_each_step_is_there_once(cut_at_step, tmp_path):
         log.flush(6)
     else:
         with pytest.raises(Power):
-            fit(Tiny(), config(**changes), Context(tmp_path, cut_at_step=cut_at_step))
+            fit(
+                Tiny(),
+                config(**changes),
+                Context(tmp_path, cut_at_step=cut_at_step),
+            )
     train(tmp_path, **changes)
-    assert [step for step, _ in series(tmp_path, "train_loss")] == list(range(1, 11))
+    assert [step for step, _ in series(tmp_path, "train_loss")] == list(
+        range(1, 11)
+    )
     assert [step for step, _ in series(tmp_path, "val_loss")] == [5, 10]

@@ -1,5 +1,5 @@
-"""The site: it builds without a warning, every page is in it, and it asks no network
-for anything.
+"""The site: it builds without a warning, every page is in it, and it asks no
+network for anything.
 """
 
 import json
@@ -22,7 +22,8 @@ def built(tmp_path_factory):
 
 def html(built):
     return {
-        str(path.relative_to(built)): path.read_text() for path in built.rglob("*.html")
+        str(path.relative_to(built)): path.read_text()
+        for path in built.rglob("*.html")
     }
 
 
@@ -36,7 +37,9 @@ def test_every_page_is_in_it(built):
         item["location"].partition("#")[0]
         for item in json.loads((built / "search.json").read_text())["items"]
     }
-    assert {"docs/tutorial.html", "docs/config.html"} <= found, "and can be searched"
+    assert {"docs/tutorial.html", "docs/config.html"} <= found, (
+        "and can be searched"
+    )
 
 
 def test_it_asks_no_network_and_lists_are_lists(built):
@@ -46,23 +49,25 @@ def test_it_asks_no_network_and_lists_are_lists(built):
             text,
         )
         loaded += re.findall(
-            r"<link\b(?![^>]*rel=\"?canonical)[^>]*\bhref=\"?(https?:[^\" >]+)", text
+            r"<link\b(?![^>]*rel=\"?canonical)[^>]*\bhref=\"?(https?:[^\" >]+)",
+            text,
         )
         assert loaded == [], name
         assert not re.search(r"class=\"?[\w -]*mermaid", text), (
             f"{name}: its script would come from elsewhere"
         )
         prose = re.findall(r"<p>(.*?)</p>", text, re.DOTALL)
-        assert [one for one in prose if re.search(r"\n(?:[-*]|\d+\.) ", one)] == [], (
-            name
-        )
+        assert [
+            one for one in prose if re.search(r"\n(?:[-*]|\d+\.) ", one)
+        ] == [], name
     assert (built / "docs/architecture-1.svg").read_text().startswith("<svg")
 
 
 def test_a_page_that_is_not_right_is_named(tmp_path, monkeypatch):
     copied = SITE["copied"]
     with pytest.raises(
-        SystemExit, match=r"docs/x\.md links images/none\.png, which is not there"
+        SystemExit,
+        match=r"docs/x\.md links images/none\.png, which is not there",
     ):
         copied("docs/x.md", "![a](images/none.png)", tmp_path)
     with pytest.raises(SystemExit, match=r"docs/x\.md links none\.md"):
@@ -73,7 +78,9 @@ def test_a_page_that_is_not_right_is_named(tmp_path, monkeypatch):
     changed = "[a](../examples/digits/README.md) b [c](https://b.c/d)\n```text\n[e](f)\n```\nlist:\n\n- one\n"
     assert copied("docs/x.md", text, tmp_path) == changed
     monkeypatch.setitem(
-        SITE["build"].__globals__, "pages", lambda: [*SITE["pages"](), "docs/new.md"]
+        SITE["build"].__globals__,
+        "pages",
+        lambda: [*SITE["pages"](), "docs/new.md"],
     )
     with pytest.raises(
         SystemExit, match=r"mkdocs\.yml and the pages differ by docs/new\.md"
@@ -89,7 +96,9 @@ def test_an_anchor_that_is_not_there_fails_the_build(tmp_path, monkeypatch):
     (root / "mkdocs.yml").write_text(
         settings[: settings.index("nav:")] + "nav:\n  - README.md\n"
     )
-    (root / "README.md").write_text("# Title\n\n[there](#title) [not there](#titel)\n")
+    (root / "README.md").write_text(
+        "# Title\n\n[there](#title) [not there](#titel)\n"
+    )
     monkeypatch.setitem(SITE["build"].__globals__, "ROOT", root)
     assert SITE["build"](tmp_path / "build") != 0
     (root / "README.md").write_text("# Title\n\n[there](#title)\n")

@@ -1,5 +1,5 @@
-"""Spot notices, read from the metadata services of three clouds in all of their moods;
-and spot that is refused.
+"""Spot notices, read from the metadata services of three clouds in all of
+their moods; and spot that is refused.
 """
 
 import os
@@ -55,8 +55,8 @@ def eviction(not_before, *names, kind="Preempt"):
 
 
 def wait(cloud, machine, looks=100):
-    """The notice, how long was waited for Ray's end before each look, and what was
-    said; nothing is slept.
+    """The notice, how long was waited for Ray's end before each look, and what
+    was said; nothing is slept.
     """
     waited = []
     said = []
@@ -66,7 +66,9 @@ def wait(cloud, machine, looks=100):
         return len(waited) > looks
 
     return (
-        wait_for_notice(SERVICES[cloud](machine.address), has_ended, said.append),
+        wait_for_notice(
+            SERVICES[cloud](machine.address), has_ended, said.append
+        ),
         waited,
         said,
     )
@@ -102,12 +104,18 @@ def test_a_service_that_hangs_is_asked_again(cloud, machine, monkeypatch):
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_service_in_trouble_is_asked_again_and_said_once(cloud, machine):
     answers = [
-        *((status, "") for status in (200, 400, 401, 403, 404, 410, 429, 500, 503))
+        *(
+            (status, "")
+            for status in (200, 400, 401, 403, 404, 410, 429, 500, 503)
+        )
     ]
     answers += [(200, text) for text in ("<html>", "[]", "{}", "[" * 9999)]
     faults = [
         hang_up,
-        *(lambda handler, said=said: respond(handler, *said) for said in answers),
+        *(
+            lambda handler, said=said: respond(handler, *said)
+            for said in answers
+        ),
     ]
     machine.faults.extend(faults)
     before = len(machine.asked)
@@ -148,7 +156,7 @@ def test_azure_tells_the_whole_scale_set(machine):
 
 def test_the_command_without_ray(capsys):
     assert main(["watch", "aws", "--node", "none-has-this-id"]) != 0
-    assert "start Ray, or give --node" in capsys.readouterr().err
+    assert "start Ray, or give another --node" in capsys.readouterr().err
 
 
 NODE = f"unit-test-{os.getpid()}"
@@ -158,13 +166,19 @@ NODE = f"unit-test-{os.getpid()}"
 @pytest.fixture
 def raylet(tmp_path):
     """A process that looks like the raylet of the node NODE."""
-    command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(3600)"]
+    command = [
+        "/anywhere/raylet/raylet",
+        "-c",
+        "import time; time.sleep(3600)",
+    ]
     flags = [
         f"--node_id={NODE}",
         "--gcs-address=127.0.0.1:9",
         f"--raylet_socket_name={tmp_path}/sockets/raylet",
     ]
-    with subprocess.Popen([*command, *flags], executable=sys.executable) as process:
+    with subprocess.Popen(
+        [*command, *flags], executable=sys.executable
+    ) as process:
         while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
             time.sleep(0.001)  # the kernel shows it a moment after the start
         yield process
@@ -173,9 +187,12 @@ def raylet(tmp_path):
 
 def test_the_watcher_ends_with_ray(machine, raylet, capsys):
     when(lambda: bool(machine.asked), raylet.terminate)
-    assert main(["watch", "azure", "--node", NODE, "--address", machine.address]) == 0
+    assert (
+        main(["watch", "azure", "--node", NODE, "--address", machine.address])
+        == 0
+    )
     assert raylet.wait() != 0
-    assert f"azure takes Ray's node {NODE} back" in capsys.readouterr().out
+    assert f"azure takes back Ray's node {NODE}" in capsys.readouterr().out
 
 
 def test_ray_is_asked_until_it_drains_the_node(machine, raylet, monkeypatch):
@@ -197,11 +214,15 @@ def test_ray_is_asked_until_it_drains_the_node(machine, raylet, monkeypatch):
     monkeypatch.setattr("trainers.on_ray.internals.GcsClient", Client)
     monkeypatch.setattr(spot, "_AGAIN_S", 0.0)
     preempt(machine)
-    assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0
+    assert (
+        main(["watch", "aws", "--node", NODE, "--address", machine.address])
+        == 0
+    )
     preemption = 2  # of Ray's DrainNodeReason
     assert (
         asked
-        == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
+        == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))]
+        * 3
     )
 
 
@@ -209,13 +230,23 @@ def test_the_autoscaler_ends_with_ray(raylet, tmp_path):
     """It is Ray's own, and writes its log where `ray monitor` looks for it."""
     (tmp_path / "logs").mkdir()
     config = str(REPOSITORY / "cluster" / "aws.yaml")
-    command = [sys.executable, "-m", "cluster", "autoscale", config, "--node", NODE]
+    command = [
+        sys.executable,
+        "-m",
+        "cluster",
+        "autoscale",
+        config,
+        "--node",
+        NODE,
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as autoscaler:
         log = tmp_path / "logs" / "monitor.log"
         until(
-            lambda: log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text(),
+            lambda: (
+                log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text()
+            ),
             "its log",
             process=autoscaler,
         )
@@ -251,7 +282,9 @@ def test_a_refused_type_is_left_aside(monkeypatch):
     )
     for step in STEPS:
         monkeypatch.setattr(Reconciler, step, Reconciler.__dict__[step])
-    monkeypatch.setattr(CloudResourceMonitor, "notify", CloudResourceMonitor.notify)
+    monkeypatch.setattr(
+        CloudResourceMonitor, "notify", CloudResourceMonitor.notify
+    )
     spot.heed_refusals()
     assert refused() == {"gpu_spot": 0.0}
 

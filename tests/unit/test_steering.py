@@ -1,5 +1,5 @@
-"""Actions on a sweep: what they come to, what the mailbox makes of them, and what a
-user may ask for.
+"""Actions on a sweep: what they come to, what the mailbox makes of them, and
+what a user may ask for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_extension import NEVER, begin, record
+from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
 from tune import steer
 from tune.__main__ import main
@@ -25,6 +26,7 @@ from tune.report.table import columns
 from tune.search.ray_search import reward
 from tune.search.space import grid
 from tune.sweeps.spec import is_complete
+from tune.sweeps.steer import known_trials
 from tune.trials.journal import Journal, Live, Running, write_live
 from tune.trials.record import BY_HAND, trial_id
 from tune.trials.steering import Action, Actions, Steering
@@ -34,8 +36,8 @@ LANES = 2
 
 
 class Driver:
-    """Submits the trials that have no end yet, as a driver does at its start, to a
-    mailbox of its own.
+    """Submits the trials that have no end yet, as a driver does at its start,
+    to a mailbox of its own.
     """
 
     def __init__(self, sweep, ends):
@@ -62,18 +64,22 @@ class Driver:
         self.steering = self.actions.read()
         await self.mailbox.steer(self.steering)
         for clone in (
-            self.steering.clones.keys() - before.clones.keys() - self.ends.keys()
+            self.steering.clones.keys()
+            - before.clones.keys()
+            - self.ends.keys()
         ):
             await self.submit(clone)
 
     async def work(self, lane):
-        """The lane takes a trial, or goes on with the one that it has, which ends at
-        its second report.
+        """The lane takes a trial, or goes on with the one that it has, which
+        ends at its second report.
         """
         if lane not in self.running:
             await self.record()
             waiting = [
-                trial for trial in self.steering.first if trial in self.waiting()
+                trial
+                for trial in self.steering.first
+                if trial in self.waiting()
             ]
             taken = await self.mailbox.take(lane, 0.001)
             assert not (taken and self.steering.paused)
@@ -86,11 +92,15 @@ class Driver:
             return
         assignment = self.running[lane]
         self.reports += 1
-        goes_on = await self.mailbox.report(assignment.ticket, {"step": self.reports})
+        goes_on = await self.mailbox.report(
+            assignment.ticket, {"step": self.reports}
+        )
         assert goes_on is (assignment.trial not in self.steering.stopped)
         if not goes_on or random.random() < 0.5:
             await self.mailbox.end(
-                lane, assignment.ticket, {"status": "done" if goes_on else "stopped"}
+                lane,
+                assignment.ticket,
+                {"status": "done" if goes_on else "stopped"},
             )
             del self.running[lane]
 
@@ -119,9 +129,11 @@ class Driver:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path, seed):
-    """A driver that begins anew knows what the one before knew, and all trials come to
-    one end each.
+def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
+    tmp_path, seed
+):
+    """A driver that begins anew knows what the one before knew, and all trials
+    come to one end each.
     """
     sweep = Storage(str(tmp_path))
     rng = random.Random(seed)
@@ -130,7 +142,16 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path, 
     def act(driver):
         known = [*TRIALS, *driver.steering.clones]
         kind: Any = rng.choice(
-            ["stop", "first", "first", "clone", "pause", "go-on", "go-on", "extend"]
+            [
+                "stop",
+                "first",
+                "first",
+                "clone",
+                "pause",
+                "go-on",
+                "go-on",
+                "extend",
+            ]
         )
         trial = rng.choice(known) if kind in ("stop", "first", "clone") else ""
         keys = {
@@ -147,7 +168,9 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path, 
             act(driver)
             for _ in range(rng.randrange(4)):
                 works = [partial(driver.work, lane) for lane in range(LANES)]
-                await rng.choice([driver.look, driver.record, *works, *works])()
+                await rng.choice(
+                    [driver.look, driver.record, *works, *works]
+                )()
             if (
                 rng.random() < 0.1
             ):  # killed: what no record says is lost with its mailbox
@@ -177,26 +200,41 @@ def test_a_damaged_action_is_left_out(tmp_path):
     sweep = Storage(str(tmp_path))
     Actions(sweep).add(Action("pause"))
     sweep.write("steering/0.json", b"{")
-    sweep.write("steering/9.json", b'{"kind": "clone", "trial": "../../other"}')
+    sweep.write(
+        "steering/9.json", b'{"kind": "clone", "trial": "../../other"}'
+    )
     assert Actions(sweep).read() == Steering(paused=True)
 
 
 def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
     tmp_path,
 ):
-    """Of the mean over seeds neither is a part; nor do searches hear of what was
-    stopped.
+    """Of the mean over seeds neither is a part; nor do searches hear of what
+    was stopped.
     """
-    keys: dict[str, Any] = {"space": {"seed": [0, 1], "global_batch_size": [8, 16]}}
-    config = begin(tmp_path, objective={"metric": "val_accuracy"}, **keys).config
+    keys: dict[str, Any] = {
+        "space": {"seed": [0, 1], "global_batch_size": [8, 16]}
+    }
+    config = begin(
+        tmp_path, objective={"metric": "val_accuracy"}, **keys
+    ).config
     runs = [
         record({"seed": seed, "global_batch_size": size}, [value])
-        for size, seed, value in ((8, 0, 0.8), (8, 1, 0.1), (16, 0, 0.7), (16, 1, 0.6))
+        for size, seed, value in (
+            (8, 0, 0.8),
+            (8, 1, 0.1),
+            (16, 0, 0.7),
+            (16, 1, 0.6),
+        )
     ]
     runs[1] = replace(runs[1], status="stopped", message=BY_HAND)
     clone = record(runs[2].config, [0.7], purpose="clone")
     found = answer(config, [*runs, clone])
-    assert [one.config["global_batch_size"] for one in found.ranking] == [8, 16, 16]
+    assert [one.config["global_batch_size"] for one in found.ranking] == [
+        8,
+        16,
+        16,
+    ]
     assert "how good it would have been is open" in found.text
     again = record(runs[1].config, [0.9], purpose="clone")
     assert "is open" not in answer(config, [*runs, clone, again]).text, (
@@ -210,7 +248,9 @@ def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
     assert reward(config.objective, again) == 0.9
 
 
-def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, capsys):
+def test_the_command_lists_trials_and_names_them_by_their_beginnings(
+    tmp_path, capsys
+):
     spec = begin(tmp_path)
     ended, running = ({"global_batch_size": size} for size in (8, 16))
     Journal(spec.storage).append(record(ended, NEVER))
@@ -218,6 +258,7 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, c
         spec.storage,
         Live("running", 2, 1, [Running(trial_id(running), 0, 1.0, running)]),
     )
+    spec.storage.write(LEASE, Holder.this_process().write())
     clone = trial_id({"global_batch_size": 8, "optimizer.lr": 0.01}, "clone")
     for words in (
         ["clone", trial_id(ended)[:4], "optimizer.lr=1e-2"],
@@ -248,30 +289,62 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, c
     assert not is_complete(spec), "its clones are still to run"
 
 
+@pytest.mark.parametrize("holder", [None, "ended", "elsewhere"])
+def test_trials_of_a_killed_driver_are_not_running(tmp_path, holder):
+    """Whether a driver on another machine was killed is not known here."""
+    spec = begin(tmp_path)
+    trial = {"global_batch_size": 8}
+    write_live(
+        spec.storage,
+        Live("running", 2, 1, [Running(trial_id(trial), 0, 1.0, trial)]),
+    )
+    here = Holder.this_process()
+    holders = {
+        "ended": replace(here, pid=2**22 + 1),
+        "elsewhere": replace(here, machine="another"),
+    }
+    if holder is not None:
+        spec.storage.write(LEASE, holders[holder].write())
+    status = known_trials(spec)[trial_id(trial)].status
+    assert status == ("running" if holder == "elsewhere" else "waiting")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["halt"], "must be one of stop, pause, go-on, clone, first"),
         (["stop"], "`TRIAL` is needed"),
         (["pause", "abc"], "`TRIAL` is not for pause"),
-        (["stop", "nothing"], "is no trial of this sweep"),
+        (["stop", "nothing"], "is not a trial of this sweep"),
         (["stop", ""], "`TRIAL` is needed"),
         (["first", "ENDED"], "has ended already: done"),
         (["stop", "WAITING", "epochs=8"], "is not for stop"),
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),
-        (["clone", "ENDED", "scaling.num_workers=2"], "cannot vary inside a sweep"),
+        (
+            ["clone", "ENDED", "scaling.num_workers=2"],
+            "cannot vary inside a sweep",
+        ),
         (["clone", "ENDED", "optimiser.lr=1"], "did you mean `optimizer`"),
         (["clone", "CLONE", "seed=3"], "has this clone already"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_not_written(tmp_path, capsys, words, said):
+def test_what_cannot_be_done_is_said_and_not_written(
+    tmp_path, capsys, words, said
+):
     spec = begin(tmp_path)
     done, waits = grid(spec.config)
     Journal(spec.storage).append(record(done, NEVER))
     clone = record(done | {"seed": 3}, NEVER, purpose="clone")
     Journal(spec.storage).append(clone)
-    ids = {"ENDED": trial_id(done), "WAITING": trial_id(waits), "CLONE": clone.id}
-    assert main(["steer", spec.uri, *(ids.get(word, word) for word in words)]) == 2
+    ids = {
+        "ENDED": trial_id(done),
+        "WAITING": trial_id(waits),
+        "CLONE": clone.id,
+    }
+    assert (
+        main(["steer", spec.uri, *(ids.get(word, word) for word in words)])
+        == 2
+    )
     assert said in capsys.readouterr().err
     assert spec.storage.names("steering") == []
 
@@ -279,14 +352,18 @@ def test_what_cannot_be_done_is_said_and_not_written(tmp_path, capsys, words, sa
 def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(
     tmp_path,
 ):
-    """Its submissions write to the same place; a failed one's is deleted, any other's
-    kept.
+    """Its submissions write to the same place; a failed one's is deleted, any
+    other's kept.
     """
 
     async def main():
         mailbox = Mailbox(Storage(str(tmp_path)))
         one = Assignment("t/1", "t", {"checkpoint": {"every_epochs": 1}})
-        for assignment in (one, replace(one, ticket="t/2"), replace(one, ticket="t/3")):
+        for assignment in (
+            one,
+            replace(one, ticket="t/2"),
+            replace(one, ticket="t/3"),
+        ):
             await mailbox.submit(assignment)
         for ticket, status, stays in (
             ("t/1", "done", True),
@@ -297,7 +374,10 @@ def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(
             assert isinstance(taken, Assignment)
             assert taken.refuge is not None
             taken.refuge.write("state", b"")
-            assert (taken.ticket, taken.refuge.uri) == (ticket, f"{tmp_path}/states/t")
+            assert (taken.ticket, taken.refuge.uri) == (
+                ticket,
+                f"{tmp_path}/states/t",
+            )
             assert await mailbox.take(1, 0.01) is None
             await mailbox.end(0, ticket, {"status": status})
             assert taken.refuge.exists() is stays

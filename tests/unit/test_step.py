@@ -1,5 +1,5 @@
-"""One optimizer step: the same update for every split, and none when the loss or a
-gradient is not finite.
+"""One optimizer step: the same update for every split, and none when the loss
+or a gradient is not finite.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Tokens(Task):
 
     def loss(self, outputs, batch):
         counts = (batch[1] > 0).to(outputs)
-        return (outputs.squeeze(-1).square() * counts).sum() / counts.sum().clamp(min=1)
+        return (
+            outputs.squeeze(-1).square() * counts
+        ).sum() / counts.sum().clamp(min=1)
 
     def weight(self, batch):
         return (batch[1] > 0).sum()
@@ -104,9 +106,12 @@ FACTORINGS = [
 
 @pytest.mark.parametrize("sizes", FACTORINGS, ids=str)
 @pytest.mark.parametrize(
-    ("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())]
+    ("task", "data"),
+    [(Regression(), regression_data()), (Tokens(), token_data())],
 )
-def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task, data, sizes):
+def test_every_split_of_a_step_gives_the_gradient_of_the_whole(
+    task, data, sizes
+):
     model = small_model()
     task.loss(task.forward(model, data), data).backward()
     expected = gradients(model)
@@ -124,8 +129,8 @@ def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task, data, sizes
 
 
 class Replayed(torch.autograd.Function):
-    """A product whose gradient for the weight lies in memory that each backward pass
-    overwrites, as a CUDA graph's.
+    """A product whose gradient for the weight lies in memory that each
+    backward pass overwrites, as a CUDA graph's.
     """
 
     pool = torch.empty(1, 4, dtype=torch.float64)
@@ -160,15 +165,17 @@ def test_gradients_of_captured_passes_add_up(sizes):
         run_step(step, regression_data(), split)
         [found[len(split), copies]] = gradients(model)
     whole = found[1, False]
-    torch.testing.assert_close(found[len(sizes), True], whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        found[len(sizes), True], whole, rtol=0, atol=1e-12
+    )
     assert not torch.allclose(found[len(sizes), False], whole), (
         "autograd has copied: nothing is shown"
     )
 
 
 class Decay(Optimizer):
-    """An optimizer of a user's own: not fused, and it moves weights whatever the
-    gradient is.
+    """An optimizer of a user's own: not fused, and it moves weights whatever
+    the gradient is.
     """
 
     def __init__(self, parameters, lr):
@@ -178,15 +185,21 @@ class Decay(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"]).sub_(parameter.grad, alpha=group["lr"])
+                parameter.mul_(1 - group["lr"]).sub_(
+                    parameter.grad, alpha=group["lr"]
+                )
 
 
 OPTIMIZERS = {
     "sgd": lambda parameters: SGD(
         parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True
     ),
-    "adam": lambda parameters: Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
-    "adamw": lambda parameters: AdamW(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "adam": lambda parameters: Adam(
+        parameters, lr=0.1, weight_decay=0.1, fused=True
+    ),
+    "adamw": lambda parameters: AdamW(
+        parameters, lr=0.1, weight_decay=0.1, fused=True
+    ),
     "adam unfused": lambda parameters: Adam(parameters, lr=0.1),
     "adagrad": lambda parameters: Adagrad(parameters, lr=0.1, fused=False),
     "own": lambda parameters: Decay(parameters, lr=0.1),
@@ -203,8 +216,8 @@ def poisoned(value):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_not_finite_changes_nothing(name, value):
-    """Neither weights nor moments, and no step after it does: what is kept is the last
-    good state.
+    """Neither weights nor moments, and no step after it does: what is kept is
+    the last good state.
     """
     good = tuple(tensor.float() for tensor in regression_data())
 
@@ -221,19 +234,25 @@ def test_a_step_that_is_not_finite_changes_nothing(name, value):
     hurt, step = train([good, good, poisoned(value), good, good])
     assert not bool(fine.bad)
     assert bool(step.bad)
-    for ours, reference in zip(hurt.parameters(), clean.parameters(), strict=True):
+    for ours, reference in zip(
+        hurt.parameters(), clean.parameters(), strict=True
+    ):
         assert torch.equal(ours, reference)
     moments, expected = (
         tensors_of(list(one.optimizer.state.values())) for one in (step, fine)
     )
-    assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(moments, expected, strict=True)
+    )
 
 
 def test_what_weighs_nothing_changes_nothing():
     """A microbatch of padding among others, and a step of nothing but padding."""
     inputs, counted = token_data()
     model = small_model()
-    step = make_step(model, Tokens(), SGD(model.parameters(), lr=0.0, fused=True))
+    step = make_step(
+        model, Tokens(), SGD(model.parameters(), lr=0.0, fused=True)
+    )
     run_step(step, (inputs, counted), [SAMPLES])
     expected = gradients(model)
     padded = (
@@ -262,23 +281,30 @@ def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision):
 
     model = small_model()
     run_step(
-        make_step(model, task, SGD(model.parameters(), lr=1.0), precision, clip),
+        make_step(
+            model, task, SGD(model.parameters(), lr=1.0), precision, clip
+        ),
         data,
         [4, 4, 4],
     )
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+    for ours, theirs in zip(
+        model.parameters(), reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "own"])
 def test_an_fp16_scaler_skip_is_no_divergence(name):
-    """Where the scale is too large gradients overflow: the scaler skips that step,
-    lowers it, and training goes on.
+    """Where the scale is too large gradients overflow: the scaler skips that
+    step, lowers it, and training goes on.
     """
     data = tuple(tensor.float() for tensor in regression_data())
     model = small_model(torch.float32)
     step = make_step(
-        model, Regression(), OPTIMIZERS[name](model.parameters()), precision="fp16"
+        model,
+        Regression(),
+        OPTIMIZERS[name](model.parameters()),
+        precision="fp16",
     )
     step.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     states = [copy.deepcopy(model.state_dict())]
@@ -325,14 +351,18 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum():
 
 
 @pytest.mark.parametrize(
-    "lr", [0.1, torch.tensor(0.1)], ids=["a number", "one tensor of all groups"]
+    "lr",
+    [0.1, torch.tensor(0.1)],
+    ids=["a number", "one tensor of all groups"],
 )
 def test_each_group_gets_a_rate_of_its_own(lr):
     model = small_model()
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     optimizer = AdamW(groups, lr=lr, foreach=False)
     make_step(model, Regression(), optimizer).set_lrs([0.1, 0.2, 0.3, 0.4])
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(
-        [0.1, 0.2, 0.3, 0.4]
+    assert [
+        float(group["lr"]) for group in optimizer.param_groups
+    ] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert all(
+        isinstance(group["lr"], type(lr)) for group in optimizer.param_groups
     )
-    assert all(isinstance(group["lr"], type(lr)) for group in optimizer.param_groups)

@@ -1,8 +1,8 @@
-"""What a step asks of the device beside the model's own work: no value is read, no
-gradient's worth of memory taken.
+"""What a step asks of the device beside the model's own work: no value is
+read, no gradient's worth of memory taken.
 
-A read waits until the device has done all that it was given; on a CPU the same operator
-is seen, and costs nothing.
+A read waits until the device has done all that it was given; on a CPU the same
+operator is seen, and costs nothing.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ WIDTH = 64
 
 
 class Costs(TorchDispatchMode):
-    """Counts the reads of a device's values, and the most bytes that one operator of a
-    step itself has taken.
+    """Counts the reads of a device's values, and the most bytes that one
+    operator of a step itself has taken.
     """
 
     def __init__(self):
@@ -69,12 +69,14 @@ def _is_plain(value):
 
 def data(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 4, generator=generator, dtype=dtype), torch.randn(
-        SAMPLES, generator=generator
-    )
+    return torch.randn(
+        SAMPLES, 4, generator=generator, dtype=dtype
+    ), torch.randn(SAMPLES, generator=generator)
 
 
-@pytest.mark.parametrize("sizes", [[SAMPLES], [4, 4, 4]], ids=["whole", "accumulated"])
+@pytest.mark.parametrize(
+    "sizes", [[SAMPLES], [4, 4, 4]], ids=["whole", "accumulated"]
+)
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clip"])
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
@@ -120,4 +122,6 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
         for _ in range(2):
             run_step(step, batch, sizes)
     assert costs.reads == []
-    assert costs.own_bytes < 2 * WIDTH * WIDTH, "less than the largest gradient"
+    assert costs.own_bytes < 2 * WIDTH * WIDTH, (
+        "less than the largest gradient"
+    )

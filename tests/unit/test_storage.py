@@ -20,7 +20,9 @@ def waits(monkeypatch):
 
 def files(path):
     return sorted(
-        str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()
+        str(found.relative_to(path))
+        for found in path.rglob("*")
+        if found.is_file()
     )
 
 
@@ -129,7 +131,8 @@ def test_file_uris_are_local(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "uri", ["file://x/y", "file:///a?b", "s3://bucket/a#b", "nosuch://bucket/x"]
+    "uri",
+    ["file://x/y", "file:///a?b", "s3://bucket/a#b", "nosuch://bucket/x"],
 )
 def test_no_part_of_a_uri_is_dropped(uri):
     storage = Storage(uri)
@@ -151,7 +154,9 @@ def test_what_only_a_shell_reads_is_refused(path):
     assert storage_uri("/costs/in $/5") == "/costs/in $/5"
 
 
-def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path):
+def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
+    tmp_path,
+):
     storage = Storage(str(tmp_path))
     old = tmp_path / "a.json.01234567.tmp"
     new = tmp_path / "b.89abcdef.tmp"

@@ -1,5 +1,5 @@
-"""Storage over HTTP, against an S3 server whose answers are late, wrong or lost: what
-is asked twice is done once.
+"""Storage over HTTP, against an S3 server whose answers are late, wrong or
+lost: what is asked twice is done once.
 """
 
 from collections import Counter
@@ -11,7 +11,8 @@ from trainers.errors import StorageError
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.skipif(
-    not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'"
+    not s3.installed(),
+    reason="there is no S3 server: pip install 'moto[server]'",
 )
 _OF_CLIENT = 3
 """Requests that pyarrow's own client makes of one, before it gives up."""
@@ -63,7 +64,9 @@ def storage(server, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "cut request", "cut", "lost"])
-def test_whatever_befalls_a_write_the_object_is_the_new_one(kind, storage, spoils):
+def test_whatever_befalls_a_write_the_object_is_the_new_one(
+    kind, storage, spoils
+):
     name = f"record-{kind.replace(' ', '-')}"
     storage.write(name, b"old")
     spoils.next("PUT", kind, _OF_CLIENT + 1, name)
@@ -90,8 +93,8 @@ def test_a_write_that_fails_for_good_leaves_what_was_there(
 def test_an_object_in_parts_is_whole_though_its_completion_is_repeated(
     kind, storage, spoils
 ):
-    """The server does not know an upload any more that it has completed: all of it is
-    sent again.
+    """The server does not know an upload any more that it has completed: all
+    of it is sent again.
     """
     content = bytes(range(256)) * (11 * MIB // 256)
     spoils.next("POST", kind, 1, "uploadId=")

@@ -1,5 +1,5 @@
-"""States that were read back and are not this run's: named, the one before is used, and
-the process lives.
+"""States that were read back and are not this run's: named, the one before is
+used, and the process lives.
 """
 
 import io
@@ -14,7 +14,10 @@ from tests.unit.test_checkpoint import folder, replace
 from tests.unit.test_loop import train
 from trainers.errors import CheckpointError
 
-KEEP = {"checkpoint": {"every_steps": 5, "keep": 9}, "evaluate": {"every_steps": 99}}
+KEEP = {
+    "checkpoint": {"every_steps": 5, "keep": 9},
+    "evaluate": {"every_steps": 99},
+}
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -45,9 +48,9 @@ STATES = {
     "a moment of another shape": moment("exp_avg", torch.zeros(4, 8)),
     "a moment that is a number": moment("exp_avg", 1.0),
     "a sparse moment": moment("exp_avg", torch.zeros(8, 4).to_sparse()),
-    "a group of other parameters": lambda state: state["optimizer"]["param_groups"][
-        0
-    ].update(params=[0]),
+    "a group of other parameters": lambda state: state["optimizer"][
+        "param_groups"
+    ][0].update(params=[0]),
     "no optimizer": lambda state: state.pop("optimizer"),
     "something more": lambda state: state.update(more=1),
     "a weight of another shape": lambda state: state["model"].update(
@@ -64,8 +67,12 @@ STATES = {
     "metrics that are text": lambda state: state["position"].update(
         metrics={"train_loss": "low"}
     ),
-    "lists without end": lambda state: state["position"].update(metrics=cycle()),
-    "a task state that the task does not know": lambda state: state.update(task={}),
+    "lists without end": lambda state: state["position"].update(
+        metrics=cycle()
+    ),
+    "a task state that the task does not know": lambda state: state.update(
+        task={}
+    ),
 }
 RANDOM = {
     "numpy's position": lambda state: state["numpy"].update(pos=10**9),
@@ -92,7 +99,8 @@ def copied(ended, path, steps):
 
 @pytest.mark.parametrize(
     ("file", "name"),
-    [("state.pt", one) for one in STATES] + [("rank-00000.pt", one) for one in RANDOM],
+    [("state.pt", one) for one in STATES]
+    + [("rank-00000.pt", one) for one in RANDOM],
 )
 def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
     file, name, ended, tmp_path, monkeypatch, caplog
@@ -100,7 +108,12 @@ def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     caplog.set_level(logging.INFO, "trainers")
     copied(ended, tmp_path, (5, 10))
-    rewrite(tmp_path, 10, STATES[name] if file == "state.pt" else RANDOM[name], file)
+    rewrite(
+        tmp_path,
+        10,
+        STATES[name] if file == "state.pt" else RANDOM[name],
+        file,
+    )
     train(tmp_path, **KEEP)
     (said,) = [
         record.getMessage()

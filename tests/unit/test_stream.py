@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    get_worker_info,
+)
 
 from trainers.data.stream import Rereadable, Stream, digest
 from trainers.errors import ConfigError
@@ -40,7 +45,10 @@ class Counted(IterableDataset[Any]):
 
     def __iter__(self):
         for number in self.order():
-            yield {"number": number, "data": torch.tensor([number, self.epoch])}
+            yield {
+                "number": number,
+                "data": torch.tensor([number, self.epoch]),
+            }
 
 
 class Exact(Counted):
@@ -101,8 +109,8 @@ class OneBehind(Exact):
 
 
 class Shuffled(Exact):
-    """A buffer that its state leaves out, as Hugging Face's `shuffle(buffer_size)` has
-    it.
+    """A buffer that its state leaves out, as Hugging Face's
+    `shuffle(buffer_size)` has it.
     """
 
     buffer = 200
@@ -125,8 +133,8 @@ class ForLoaders(Exact):
 
 
 class LosesOneLater(Exact):
-    """After loading it goes on alike for longer than any proof, and then leaves out
-    one.
+    """After loading it goes on alike for longer than any proof, and then
+    leaves out one.
     """
 
     def __iter__(self):
@@ -157,7 +165,16 @@ class Rows:
         return iter([{"number": number} for number in range(SIZE)])
 
 
-KINDS = [Counted, Exact, OwnOrder, OneBehind, Shuffled, ForLoaders, Returned, Rows]
+KINDS = [
+    Counted,
+    Exact,
+    OwnOrder,
+    OneBehind,
+    Shuffled,
+    ForLoaders,
+    Returned,
+    Rows,
+]
 
 
 def unbroken(kind):
@@ -168,7 +185,8 @@ def unbroken(kind):
         if hasattr(source, "set_epoch"):
             source.set_epoch(passes)
         found += map(
-            digest, source.iter_rows() if hasattr(source, "iter_rows") else source
+            digest,
+            source.iter_rows() if hasattr(source, "iter_rows") else source,
         )
         passes += 1
     return found[:ROWS]
@@ -180,7 +198,10 @@ def read(stream, first, end=ROWS, rank=0, ranks=1):
     for start in range(first, end, BATCH):
         size = min(BATCH, end - start)
         rows = list(
-            range(start + size * rank // ranks, start + size * (rank + 1) // ranks)
+            range(
+                start + size * rank // ranks,
+                start + size * (rank + 1) // ranks,
+            )
         )
         found += zip(rows, map(digest, stream.__getitems__(rows)), strict=True)
         state = stream.state()
@@ -230,7 +251,9 @@ def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(kind):
         (Rows, False),
     ],
 )
-def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(kind, is_exact):
+def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(
+    kind, is_exact
+):
     stream = Stream(kind, "train")
     assert ("loads its own state_dict" in stream.words) == is_exact
     stream.begin(0, None)
@@ -289,7 +312,9 @@ def test_a_generator_is_begun_once_and_loses_nothing():
 
     only = numbers()
     stream = Stream(lambda: only, "train")
-    assert stream.digest(8) == digest([{"number": number} for number in range(8)])
+    assert stream.digest(8) == digest(
+        [{"number": number} for number in range(8)]
+    )
     for _ in range(3):
         for sample in stream.__getitems__(list(range(20))):
             sample.clear()  # as a collate may do
@@ -334,7 +359,9 @@ class Asked(Dataset[Any]):
 
 
 def loader(stream, first, end):
-    steps = [[*range(start, min(start + 5, end))] for start in range(first, end, 5)]
+    steps = [
+        [*range(start, min(start + 5, end))] for start in range(first, end, 5)
+    ]
     return DataLoader(
         Asked(stream),
         batch_size=None,
@@ -345,8 +372,8 @@ def loader(stream, first, end):
 
 
 class Lines:
-    """Reads a file without a buffer: two processes that had one open file would each
-    get some of it.
+    """Reads a file without a buffer: two processes that had one open file
+    would each get some of it.
     """
 
     def __init__(self, path):
@@ -382,11 +409,17 @@ def test_a_state_is_loaded_in_a_loaders_process():
     again = Stream(Exact, "train")
     again.digest(8)
     again.begin(1100, stream.state())
-    found = [digest(sample) for batch in loader(again, 1100, 1200) for sample in batch]
+    found = [
+        digest(sample)
+        for batch in loader(again, 1100, 1200)
+        for sample in batch
+    ]
     assert found == unbroken(Exact)[1100:1200]
 
 
-@pytest.mark.parametrize("make", [lambda: range(23), lambda: iter(range(23)), Returned])
+@pytest.mark.parametrize(
+    "make", [lambda: range(23), lambda: iter(range(23)), Returned]
+)
 def test_a_validation_stream_is_read_again(make):
     stream = Rereadable(make, "val")
     assert len(stream) == len(list(make()))
@@ -394,7 +427,9 @@ def test_a_validation_stream_is_read_again(make):
     for _ in range(2):
         assert list(
             map(
-                digest, stream.__getitems__([0, 1, 5, 5]) + stream.__getitems__([8, 22])
+                digest,
+                stream.__getitems__([0, 1, 5, 5])
+                + stream.__getitems__([8, 22]),
             )
         ) == [once[row] for row in (0, 1, 5, 5, 8, 22)]
     assert [
@@ -415,7 +450,19 @@ SAMPLES = [
         np.array(["a", None], dtype=object),
         np.float32(1),
     ),
-    *(b"ab", "ab", 1, 1.0, True, None, [1, 2], (1, 2), [[1], 2], [b"a", b"b"], [b"ab"]),
+    *(
+        b"ab",
+        "ab",
+        1,
+        1.0,
+        True,
+        None,
+        [1, 2],
+        (1, 2),
+        [[1], 2],
+        [b"a", b"b"],
+        [b"ab"],
+    ),
     *(
         {"a": 1},
         {"a": 2},
@@ -433,7 +480,10 @@ SAMPLES = [
 def test_a_digest_tells_samples_apart_in_every_process():
     words = "from tests.unit.test_stream import SAMPLES, digest; print(*map(digest, SAMPLES))"
     done = subprocess.run(
-        [sys.executable, "-c", words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", words],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == list(
         map(digest, SAMPLES)

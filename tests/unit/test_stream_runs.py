@@ -1,5 +1,5 @@
-"""Runs over streams: each sample once a pass in the stream's order, and a resume at any
-step to the bit.
+"""Runs over streams: each sample once a pass in the stream's order, and a
+resume at any step to the bit.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(
         "max_steps": 8 if kind == "generator" else 21
     }  # a pass of it is all there is
     spec = make(
-        tmp_path / "stream", **changes(kind, **steps, data__num_workers=workers)
+        tmp_path / "stream",
+        **changes(kind, **steps, data__num_workers=workers),
     )
     run_local(spec)
     task = {"task": f"{__name__}:InOrder", "task_args": {"dtype": "float64"}}
@@ -52,7 +53,10 @@ def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(
     run_local(plain)
     assert losses(spec) == losses(plain)
     if kind != "generator":
-        assert evaluations(spec)[-1]["val_loss"] == evaluations(plain)[-1]["val_loss"]
+        assert (
+            evaluations(spec)[-1]["val_loss"]
+            == evaluations(plain)[-1]["val_loss"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,8 @@ def test_cut_and_resumed_it_goes_on_to_the_bit(tmp_path, kind, workers):
         kind
     ]  # the last one's state is kept each 1,000 rows
     whole = make(
-        tmp_path / "whole", **changes(kind, max_steps=last, data__num_workers=workers)
+        tmp_path / "whole",
+        **changes(kind, max_steps=last, data__num_workers=workers),
     )
     run_local(whole)
     for end in sorted({3, 7, max(7, last - 7), last}):
@@ -105,7 +110,9 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
 def test_it_wants_steps_and_is_not_resident(tmp_path, field, given):
     spec = make(tmp_path, **changes("numbered"))
     keys = given.keys() | {"evaluate"}
-    tree = {key: value for key, value in spec.tree.items() if key not in keys} | given
+    tree = {
+        key: value for key, value in spec.tree.items() if key not in keys
+    } | given
     with error_of(field):
         run_local(dataclasses.replace(spec, tree=tree))
 
@@ -121,7 +128,12 @@ def test_a_stream_is_evaluated_after_training(tmp_path):
     run_local(spec)
     for split in ("val", "train"):
         found = run_local(
-            Inference(**dataclasses.asdict(spec), split=split, which="newest", out=None)
+            Inference(
+                **dataclasses.asdict(spec),
+                split=split,
+                which="newest",
+                out=None,
+            )
         )
         assert found.samples == 203
     assert found.metrics["train_loss"] > 0

@@ -30,8 +30,8 @@ class Graph:
 
 
 class Encoding(UserDict[str, Any]):
-    """As transformers' BatchEncoding is: a constructor of its own, attributes beside
-    the items and instead of them.
+    """As transformers' BatchEncoding is: a constructor of its own, attributes
+    beside the items and instead of them.
     """
 
     def __init__(self, data, encodings, *, tensor_type):
@@ -40,7 +40,9 @@ class Encoding(UserDict[str, Any]):
         self._encodings = encodings
 
     def __getitem__(self, item):
-        return self.data[item] if isinstance(item, str) else self._encodings[item]
+        return (
+            self.data[item] if isinstance(item, str) else self._encodings[item]
+        )
 
     def __getattr__(self, item):
         try:
@@ -69,7 +71,10 @@ def test_tensors_come_in_order():
         1.0,
         2.0,
     ]
-    assert len(tensors_of(Graph(torch.zeros(1), [torch.ones(2), torch.ones(3)]))) == 3
+    assert (
+        len(tensors_of(Graph(torch.zeros(1), [torch.ones(2), torch.ones(3)])))
+        == 3
+    )
     assert tensors_of("no tensor") == []
 
 
@@ -104,12 +109,18 @@ def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items():
     )
     mapped = map_tensors(lambda tensor: tensor + 1, batch)
     assert type(mapped) is Encoding
-    assert (mapped.ids.tolist(), mapped["nested"]["mask"].tolist(), mapped[0]) == (
+    assert (
+        mapped.ids.tolist(),
+        mapped["nested"]["mask"].tolist(),
+        mapped[0],
+    ) == (
         [[2, 3]],
         [[2, 1]],
         "e",
     )
-    assert batch.ids.tolist() == [[1, 2]], "the batch that was given stays as it is"
+    assert batch.ids.tolist() == [[1, 2]], (
+        "the batch that was given stays as it is"
+    )
     assert type(mapped["nested"]) is UserDict
 
 
@@ -127,12 +138,16 @@ def test_the_defaults():
     assert task.forward(layer, {"input": torch.ones(5, 2)}).shape == (5, 3)
     encoding = Encoding({"input": torch.ones(6, 2)}, [], tensor_type="pt")
     assert task.forward(layer, encoding).shape == (6, 3)
-    assert set(task.predictions(UserDict(logits=torch.ones(4)), encoding)) == {"logits"}
+    assert set(task.predictions(UserDict(logits=torch.ones(4)), encoding)) == {
+        "logits"
+    }
     assert float(task.weight((torch.ones(4, 2),))) == 4.0
     assert task.metrics(None, None) == {}
     assert task.transform("batch", True) == "batch"
     assert task.state_dict() == {}
-    assert task.collate([(torch.ones(2), 1), (torch.ones(2), 0)])[1].tolist() == [1, 0]
+    assert task.collate([(torch.ones(2), 1), (torch.ones(2), 0)])[
+        1
+    ].tolist() == [1, 0]
     task.load_state_dict({})
     task.setup()
 
@@ -167,7 +182,9 @@ class Downloaded(Task):
         return nn.Linear(2, 1)
 
     def dataset(self, split):
-        return TensorDataset(torch.load(self.file)) if split == "train" else None
+        return (
+            TensorDataset(torch.load(self.file)) if split == "train" else None
+        )
 
     def loss(self, outputs, batch):
         return outputs.square().mean()

@@ -1,5 +1,5 @@
-"""Throw-away passes leave nothing: a task that counts every call sees training and
-evaluation alone.
+"""Throw-away passes leave nothing: a task that counts every call sees training
+and evaluation alone.
 """
 
 import functools
@@ -31,7 +31,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.5),
+            nn.Linear(8, 2),
         )
         self.calls = 0
         self.register_buffer("seen", torch.zeros(()), persistent=False)
@@ -58,7 +61,9 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index):
         self.reads += 1
-        return torch.full((4,), index + self.generator.random()).float(), index % 2
+        return torch.full(
+            (4,), index + self.generator.random()
+        ).float(), index % 2
 
 
 def counted(method):
@@ -158,7 +163,9 @@ class Counting(Task):
         calls = self.optimizer_calls
         made.register_step_pre_hook(lambda *_: calls.update(["before"]))
         made.register_step_post_hook(lambda *_: calls.update(["after"]))
-        made.register_load_state_dict_pre_hook(lambda *_: calls.update(["load"]))
+        made.register_load_state_dict_pre_hook(
+            lambda *_: calls.update(["load"])
+        )
         made.register_state_dict_pre_hook(lambda *_: calls.update(["save"]))
         return made
 
@@ -178,7 +185,9 @@ class Counting(Task):
 def traces(path, task, **changes):
     """What a run has left in the task, and where its weights have come to."""
     serial, total, losses = SERIAL, Counting.total, Counting.loss.calls()
-    result = train(path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes)
+    result = train(
+        path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes
+    )
     return {
         "global": SERIAL - serial,
         "class": Counting.total - total,
@@ -212,7 +221,9 @@ def test_a_task_that_counts_every_call_sees_training_alone(
     )
     monkeypatch.setattr("trainers.loop._dry_run.count_flops", lambda *_: None)
     monkeypatch.setattr("trainers.loop._dry_run.check_loss", lambda *_: None)
-    assert found == traces(tmp_path / "none", Counting(), microbatch_size=microbatch)
+    assert found == traces(
+        tmp_path / "none", Counting(), microbatch_size=microbatch
+    )
     assert found["model"][0] == (
         12 if microbatch == "auto" else 20
     )  # 10 steps, 8 of them of two parts; 2 evaluations
@@ -249,7 +260,9 @@ def test_every_kind_of_change_is_named_and_taken_back():
             self.torchs = torch.Generator()
 
     task = Kept()
-    forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)
+    forward = ForwardPass(
+        nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU
+    )
     changes = {
         "seen.2": lambda: task.seen.add(2),
         "array": lambda: task.array.__iadd__(1),

@@ -1,5 +1,5 @@
-"""Experiment trackers: what they are told, each step once, and that training never
-waits for them.
+"""Experiment trackers: what they are told, each step once, and that training
+never waits for them.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from trainers.errors import ConfigError
 from trainers.measure import run_log
 from trainers.measure.run_log import RunLog, read_log, scalars
 from trainers.storage import Storage
-from trainers.tracking import delivery
+from trainers.tracking import delivery, sinks
 from trainers.tracking.delivery import Delivery, RunHistory, as_params
 from trainers.tracking.sinks import Row, check_trackers
 
@@ -34,14 +34,18 @@ from trainers.tracking.sinks import Row, check_trackers
         [{"project": "p"}],
     ],
 )
-def test_a_mistake_in_the_key_is_an_error_of_the_configuration(tracking, tmp_path):
+def test_a_mistake_in_the_key_is_an_error_of_the_configuration(
+    tracking, tmp_path
+):
     with pytest.raises(ConfigError) as raised:
         make(tmp_path, tracking=tracking)
     assert "tracking" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_not_there_is_said_before_a_worker_starts(tmp_path, monkeypatch):
+def test_what_is_not_there_is_said_before_a_worker_starts(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         train(tree(tmp_path, tracking=["wandb"]))
@@ -55,7 +59,12 @@ def test_parameters_are_flat_and_hold_no_secret(monkeypatch):
     monkeypatch.setenv("HUB_TOKEN", "hunter2hunter2")
     found = as_params(
         {
-            "a": {"api_key": "abcdefgh", "lr": 1e-3, "on": True, "sizes": [1, 2]},
+            "a": {
+                "api_key": "abcdefgh",
+                "lr": 1e-3,
+                "on": True,
+                "sizes": [1, 2],
+            },
             "url": "x hunter2hunter2",
         }
     )
@@ -69,12 +78,17 @@ def test_parameters_are_flat_and_hold_no_secret(monkeypatch):
 
 
 def record(step, **values):
-    return {"step": step, "epoch": step / 10, "train_time_s": float(step), **values}
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "train_time_s": float(step),
+        **values,
+    }
 
 
 class Following:
-    """A run that somebody writes by hand, and one tracker of it, as one process after
-    the other has them.
+    """A run that somebody writes by hand, and one tracker of it, as one
+    process after the other has them.
     """
 
     def __init__(self, run):
@@ -113,8 +127,8 @@ def show(log, step):
 
 
 def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following):
-    """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6
-    are trained again.
+    """A checkpoint at step 4, copies up to step 6 sent, then a power cut:
+    steps 5 and 6 are trained again.
     """
     began = time.time()
     log = RunLog(following.run, followed=True)
@@ -142,20 +156,27 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following):
     assert following.send()
     assert following.run.names("live") == []
     assert following.curve == [(step, 1 / step) for step in range(1, 9)]
-    assert [row.step for row in following.sink.rows if "val_loss" in row.values] == [8]
+    assert [
+        row.step for row in following.sink.rows if "val_loss" in row.values
+    ] == [8]
     assert len({run.id for run in following.sink.runs}) == 1
     assert following.sink.runs[0].tags == {
         "uri": following.run.uri,
         "git_commit": "abc",
     }
-    assert following.sink.ends[-1] == (f"run-{following.sink.runs[0].id}", "killed")
+    assert following.sink.ends[-1] == (
+        f"run-{following.sink.runs[0].id}",
+        "killed",
+    )
     times = [row.time_s for row in following.sink.rows]
     assert all(began - 9 < at < time.time() + 1 for at in times), (
         "each when its step was made"
     )
 
 
-def test_steps_of_a_part_that_is_still_being_written_are_sent_in_order(following):
+def test_steps_of_a_part_that_is_still_being_written_are_sent_in_order(
+    following,
+):
     log = RunLog(following.run, followed=True)
     for step in (1, 2, 3):
         log.add(record(step, loss=0.5))
@@ -186,7 +207,9 @@ class Going(Storage):
 
 
 @pytest.mark.parametrize("directory", ["log", "live"])
-def test_a_part_that_is_written_while_the_log_is_read_is_sent(directory, following):
+def test_a_part_that_is_written_while_the_log_is_read_is_sent(
+    directory, following
+):
     log = RunLog(following.run, followed=True)
     log.add(record(1, loss=0.5))
     log.add(record(2, loss=0.5))
@@ -202,7 +225,9 @@ def test_a_part_that_is_written_while_the_log_is_read_is_sent(directory, followi
     assert following.curve == [(1, 0.5), (2, 0.5), (3, 0.5)]
 
 
-def test_what_a_sink_that_failed_did_not_take_is_sent_again(following, monkeypatch):
+def test_what_a_sink_that_failed_did_not_take_is_sent_again(
+    following, monkeypatch
+):
     monkeypatch.setattr(delivery, "_RETRY_S", 0.01)
     monkeypatch.setattr(Failing, "kept", [])
     log = RunLog(following.run)
@@ -232,8 +257,8 @@ def test_what_a_client_still_had_in_memory_is_sent_again(following):
 
 
 def test_training_never_waits_for_a_tracker(tmp_path, monkeypatch):
-    """The tracker answers nothing before the run has its result: if a step waited for
-    it, there would be none.
+    """The tracker answers nothing before the run has its result: if a step
+    waited for it, there would be none.
     """
     from trainers import start
 
@@ -271,3 +296,30 @@ def test_training_never_waits_for_a_tracker(tmp_path, monkeypatch):
         for step, values in told.items()
     } == merged
     assert told[30]["result/peak_memory_bytes"] == run.peak_memory_bytes
+
+
+def test_a_sink_that_names_no_run_is_told_so(following, caplog):
+    following.sink.start = lambda run: None
+    assert not following.send("done")
+    assert "start() returned None" in caplog.text
+
+
+def test_a_sink_that_leaves_by_sys_exit_is_told_so(following, caplog):
+    following.sink.start = lambda run: sys.exit("no such project")
+    assert not following.send("done")
+    assert "SystemExit: no such project" in caplog.text
+
+
+def test_a_full_disk_keeps_no_half_of_a_database(tmp_path, monkeypatch):
+    def copy(_, target):
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    client = mock.MagicMock()
+    client.get_tracking_uri.return_value = f"sqlite:///{tmp_path}/ml.db"
+    client.make_url.return_value.database = f"{tmp_path}/ml.db"
+    monkeypatch.setattr(sinks, "_client", lambda name: client)
+    monkeypatch.setattr(sinks.shutil, "copyfile", copy)
+    with pytest.raises(OSError, match="No space"):
+        sinks._make_database(client)
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,11 @@
-"""Experiment trackers with their real clients, offline: what they say themselves of
-runs and sweeps.
+"""Experiment trackers with their real clients, offline: what they say
+themselves of runs and sweeps.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,11 +51,13 @@ def store(tmp_path, kind="sqlite"):
 
 
 def everywhere(tmp_path, kind="sqlite"):
-    """All trackers, and the environment in which they keep what they are told below a
-    directory.
+    """All trackers, and the environment in which they keep what they are told
+    below a directory.
     """
     project = tmp_path.name
-    tracking = [{"tracker": name, "project": project} for name in ("mlflow", "wandb")]
+    tracking = [
+        {"tracker": name, "project": project} for name in ("mlflow", "wandb")
+    ]
     environment = {
         "MLFLOW_TRACKING_URI": store(tmp_path, kind),
         "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -92,14 +95,50 @@ def is_sent_from(directory):
 
 
 def send_rest(command, done, given, **where):
-    """Do as a run or a sweep says that has ended before a tracker had everything, which
-    slow machines see; they send in several starts.
+    """Do as a run or a sweep says that has ended before a tracker had
+    everything, which slow machines see; they send in several starts.
     """
     while "tracking:" in done.out:
         done = command(*given, forked=True, **where)
         assert done.code == 0, done.out + done.err
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """The directory of a database that one process began to make, and another made."""
+    directory = tmp_path_factory.mktemp("database")
+    makes = (
+        "from tests.unit.test_tracking_clients import started; started('.')"
+    )
+
+    def is_half_made():
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # it has been put in place
+            files = directory.rglob("mlflow.db")
+            return any(file.stat().st_size > 2**18 for file in files)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", store(directory))
+        patch.setenv("TMPDIR", str(directory))
+        process = subprocess.Popen(
+            [sys.executable, "-c", makes], cwd=REPOSITORY
+        )
+        until(is_half_made, "half a database", process=process, every_s=0.01)
+        process.kill()
+        process.wait()
+        started(str(directory))
+    return directory
+
+
+@pytest.fixture
+def made(database, tmp_path):
+    """MLflow's database is there: to make one takes seconds."""
+    shutil.copy(database / "mlflow.db", tmp_path)
+
+
+@pytest.mark.usefixtures("made")
 def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     tmp_path, command
 ):
@@ -113,14 +152,18 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
         "pids": str(pid),
     }
     (tmp_path / "train.yaml").write_text(
-        dump_yaml(tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args))
+        dump_yaml(
+            tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args)
+        )
     )
     start = ("-m", "trainers", str(tmp_path / "train.yaml"))
     thread = when(  # however long they take to be imported
         lambda: len(run.names("tracking")) == len(tracking),
         lambda: os.kill(int(pid.read_text()), signal.SIGKILL),
     )
-    assert command(*start, cwd=tmp_path, env=environment, forked=True).code != 0
+    assert (
+        command(*start, cwd=tmp_path, env=environment, forked=True).code != 0
+    )
     thread.join()
     until(lambda: not is_sent_from(tmp_path), "the sender's own end")
     before = {
@@ -143,19 +186,27 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
         for metric in ("train_loss", "lr", "val_loss", "val_accuracy"):
             assert kept.curves[metric] == log[metric], (name, metric)
         for metric, values in kept.curves.items():
-            assert len({step for step, _ in values}) == len(values), (name, metric)
+            assert len({step for step, _ in values}) == len(values), (
+                name,
+                metric,
+            )
         assert kept.curves["result/peak_memory_bytes"] == [
             (30, result["peak_memory_bytes"])
         ]
     (in_mlflow,) = found(tmp_path)["mlflow"].values()
-    assert (in_mlflow.status, in_mlflow.tags["paceline.status"]) == ("FINISHED", "done")
+    assert (in_mlflow.status, in_mlflow.tags["paceline.status"]) == (
+        "FINISHED",
+        "done",
+    )
     assert (in_mlflow.params["optimizer.lr"], in_mlflow.params["task"]) == (
         "0.01",
         "tests.tasks:Blobs",
     )
     assert {"paceline.torch", "paceline.uri"} <= in_mlflow.tags.keys()
     assert json.loads(in_mlflow.files["result.json"]) == result
-    assert len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
+    assert (
+        len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
+    )
     again = command(
         *start,
         cwd=tmp_path,
@@ -177,7 +228,9 @@ def a_sweep(tmp_path, tracking):
         "train": train,
         "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]},
     }
-    spec = sweep_with({**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {})
+    spec = sweep_with(
+        {**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {}
+    )
     prepare(spec, fresh=False)
     records = []
     for number, config in enumerate(grid(spec.config)):
@@ -227,8 +280,8 @@ def a_sweep(tmp_path, tracking):
 
 
 def assert_is_sweep(tmp_path, spec, records):
-    """Every tracker has the sweep, its trials below it, the figures of results.parquet,
-    and the report.
+    """Every tracker has the sweep, its trials below it, the figures of
+    results.parquet, and the report.
     """
     results = parquet.read_table(
         BufferReader(spec.storage.read("results.parquet"))
@@ -250,9 +303,13 @@ def assert_is_sweep(tmp_path, spec, records):
         assert len(of_id) == len(runs) == len(records)
         for row in results:
             kept = of_id[row["id"]]
-            last = {metric: values[-1][1] for metric, values in kept.curves.items()}
+            last = {
+                metric: values[-1][1] for metric, values in kept.curves.items()
+            }
             shown = {
-                metric: row[metric] for metric in numbers if row[metric] is not None
+                metric: row[metric]
+                for metric in numbers
+                if row[metric] is not None
             }
             assert {metric: last[metric] for metric in shown} == shown, name
             assert kept.params["global_batch_size"] in (
@@ -260,12 +317,16 @@ def assert_is_sweep(tmp_path, spec, records):
                 str(row["global_batch_size"]),
             )
         for record in records:
-            values = [(int(row["step"]), row["val_loss"]) for row in record.curve]
+            values = [
+                (int(row["step"]), row["val_loss"]) for row in record.curve
+            ]
             assert of_id[record.id].curves.get("val_loss", []) == values, name
         group = {"mlflow": {parent.id}, "wandb": {parent.parent}}[name]
         assert {kept.parent for kept in runs.values()} == group
         assert parent.curves["trials"][-1][1] == len(records)
-    in_mlflow = mlflow_runs(store(tmp_path, "files"), tmp_path.name, tmp_path)["sweep"]
+    in_mlflow = mlflow_runs(store(tmp_path, "files"), tmp_path.name, tmp_path)[
+        "sweep"
+    ]
     assert in_mlflow.files["report.html"] == spec.storage.read("report.html")
     assert b"train" in in_mlflow.files["best.yaml"]
     assert in_mlflow.status == "FINISHED"
@@ -273,11 +334,15 @@ def assert_is_sweep(tmp_path, spec, records):
         name.endswith("report.html")
         for name in wandb_runs(tmp_path / "wandb")["sweep"].files
     )
-    events = {path.name for path in Path(spec.storage.path, "tensorboard").iterdir()}
+    events = {
+        path.name for path in Path(spec.storage.path, "tensorboard").iterdir()
+    }
     assert events == {"sweep", *(record.id for record in records)}
 
 
-def test_a_sweep_is_a_run_with_its_trials_below_it(tmp_path, command, monkeypatch):
+def test_a_sweep_is_a_run_with_its_trials_below_it(
+    tmp_path, command, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking, environment = everywhere(tmp_path, "files")
     spec, records = a_sweep(tmp_path, [*tracking, "tensorboard"])
@@ -294,8 +359,12 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(tmp_path, command, monkeypatc
         name: spec.storage.read(f"tracking/{name}")
         for name in spec.storage.names("tracking")
     }
-    assert command(*resume, cwd=tmp_path, env=environment, forked=True).code == 0
-    assert {name: spec.storage.read(f"tracking/{name}") for name in sent} == sent
+    assert (
+        command(*resume, cwd=tmp_path, env=environment, forked=True).code == 0
+    )
+    assert {
+        name: spec.storage.read(f"tracking/{name}") for name in sent
+    } == sent
 
 
 @pytest.fixture
@@ -305,10 +374,13 @@ def silent_port():
         yield int(server.getsockname()[1])
 
 
+@pytest.mark.usefixtures("made")
 def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     tmp_path, command, silent_port
 ):
-    config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
+    config = tree(
+        tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}]
+    )
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
     run = Storage(str(tmp_path / "runs" / "run"))
     environment = {
@@ -319,13 +391,15 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     done = command(*train, cwd=tmp_path, env=environment, forked=True)
     again = "the same command sends the rest"
     assert (done.code, done.err, done.out.count(again)) == (0, "", 1), done.out
-    assert "mlflow: something is left to send" in done.out
+    assert "mlflow: not everything was sent" in done.out
 
     environment["MLFLOW_TRACKING_URI"] = store(tmp_path)
     send_rest(command, done, train, cwd=tmp_path, env=environment)
     (kept,) = mlflow_runs(store(tmp_path), "later", tmp_path).values()
     log = curves_of_log(run)
-    assert {name: values for name, values in kept.curves.items() if name in log} == log
+    assert {
+        name: values for name, values in kept.curves.items() if name in log
+    } == log
     assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == (
         "FINISHED",
         30,
@@ -333,24 +407,9 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
 
 
 def test_a_database_that_a_killed_process_was_making_is_made_by_the_next(
-    tmp_path, monkeypatch
+    database,
 ):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    makes = "from tests.unit.test_tracking_clients import started; started('.')"
-    process = subprocess.Popen([sys.executable, "-c", makes], cwd=REPOSITORY)
-
-    def is_half_made():
-        with contextlib.suppress(FileNotFoundError):  # it has been put in place
-            files = tmp_path.rglob("mlflow.db")
-            return any(file.stat().st_size > 2**18 for file in files)
-        return False
-
-    until(is_half_made, "half a database", process=process, every_s=0.01)
-    process.kill()
-    process.wait()
-    started(str(tmp_path))
-    (kept,) = mlflow_runs(store(tmp_path), "half", tmp_path).values()
+    (kept,) = mlflow_runs(store(database), "half", database).values()
     assert kept.params == {"seed": "1"}
 
 
@@ -360,6 +419,7 @@ def started(directory):
     sink.start(TrackedRun("0e", "", "mine", "run", {"seed": 1}, {}))
 
 
+@pytest.mark.usefixtures("made")
 def test_names_that_mlflow_rejects_are_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store(tmp_path))
     sink = MlflowSink("names", Storage(str(tmp_path)))
@@ -371,4 +431,11 @@ def test_names_that_mlflow_rejects_are_changed(tmp_path, monkeypatch):
     (told,) = mlflow_runs(store(tmp_path), "names", tmp_path).values()
     assert told.params.keys() == told.curves.keys()
     assert len(told.curves) == len(names)
-    assert {"val_a/b", "val_c", "up", "_", "val_d_", "val_e_1"} < told.curves.keys()
+    assert {
+        "val_a/b",
+        "val_c",
+        "up",
+        "_",
+        "val_d_",
+        "val_e_1",
+    } < told.curves.keys()

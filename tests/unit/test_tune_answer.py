@@ -1,9 +1,10 @@
-"""What a sweep says, from hand-made records: which trial is best, by how much, and why
-none is.
+"""What a sweep says, from hand-made records: which trial is best, by how much,
+and why none is.
 """
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.unit.report_records import config, done, failed, trial
 from tune.report.answer import answer
 from tune.report.words import shown
 from tune.search.finalists import LEVEL
+from tune.trials.record import BY_BUDGET
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,10 @@ from tune.search.finalists import LEVEL
 )
 def test_best_by_each_objective(metric, batch, precision):
     found = answer(config(metric), done() + failed())
-    assert found.best.config == {"global_batch_size": batch, "precision": precision}
+    assert found.best.config == {
+        "global_batch_size": batch,
+        "precision": precision,
+    }
     assert found.ranking[0] is found.best
     assert len(found.ranking) == (7 if metric == "time_to_target" else 8)
 
@@ -81,12 +86,35 @@ def test_the_answer_is_one_line_with_those_that_are_as_good():
 def test_the_margin(metric, values, margin):
     records = [
         trial(i, "done", {"precision": name}, metrics={metric: value})
-        for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))
+        for i, (name, value) in enumerate(
+            zip(("fp32", "bf16"), values, strict=True)
+        )
     ]
-    found = answer(config(metric, space={"precision": ["fp32", "bf16"]}), records)
+    found = answer(
+        config(metric, space={"precision": ["fp32", "bf16"]}), records
+    )
     assert found.equal == ([records[1]] if margin is None else [])
-    rest = "; bf16 is as good." if margin is None else f", {margin} the next, bf16."
+    rest = (
+        "; bf16 is as good."
+        if margin is None
+        else f", {margin} the next, bf16."
+    )
     assert found.line == f"fp32: {metric} {values[0]:g} (one run){rest}"
+
+
+@pytest.mark.parametrize("metric", ["val_accuracy", "samples_per_s"])
+def test_what_the_budget_cut_off_is_ranked_with_a_doubt(metric):
+    """A throughput is the same in a part of a trial."""
+    first, *rest = done()
+    cut = replace(first, status="stopped", message=BY_BUDGET)
+    asked = config(metric)
+    doubts = [doubt.text for doubt in answer(asked, [cut, *rest]).doubts]
+    is_open = "Batch 32 in fp32 was cut off by the budget: how good it would have been is open. Settled by a larger `budget`."
+    assert (is_open in doubts) is (metric == "val_accuracy")
+    unknown = replace(cut, metrics={})
+    again = replace(first, id="clone", purpose="clone")
+    for records in ([unknown, *rest], [cut, again, *rest]):
+        assert "cut off" not in answer(asked, records).text
 
 
 SEEDS = range(4)
@@ -135,7 +163,9 @@ def test_a_seed_is_a_repeat_and_never_a_choice():
 
 
 def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train():
-    found = by_seeds({"fp32": [0.5, 0.5, 0.51, 0.5], "bf16": [0.1, None, 0.1, 0.1]})
+    found = by_seeds(
+        {"fp32": [0.5, 0.5, 0.51, 0.5], "bf16": [0.1, None, 0.1, 0.1]}
+    )
     assert found.best.config == {"precision": "fp32"}
     assert not found.equal
 
@@ -175,7 +205,7 @@ def test_means_over_seeds_claim_no_more_than_they_show():
 def test_why_there_is_no_best():
     slow = [record for record in done() if record.time_to_target_s is None]
     assert answer(config(), slow).line == (
-        "There is no best trial: no finished one reached val_accuracy 0.97; "
+        "There is no best trial: no finished trial reached val_accuracy 0.97; "
         "the closest, batch 256 in bf16, came to 0.9652."
     )
     misspelt = answer(config("val_acc", objective={"mode": "max"}), done())
@@ -190,7 +220,9 @@ def test_why_there_is_no_best():
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])
-def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate, is_said):
+def test_the_throughputs_winner_is_said_where_the_best_is_slower(
+    rate, is_said
+):
     records = [
         trial(
             0,
@@ -207,7 +239,9 @@ def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate, is_said):
             metrics={"val_loss": 2.0},
         ),
     ]
-    found = answer(config("val_loss", space={"precision": ["fp32", "bf16"]}), records)
+    found = answer(
+        config("val_loss", space={"precision": ["fp32", "bf16"]}), records
+    )
     assert bool(found.fastest) == is_said
 
 

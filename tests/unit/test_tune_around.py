@@ -1,5 +1,5 @@
-"""A rate that is searched around its own value for each batch size: which trials it
-takes, and what is said of it.
+"""A rate that is searched around its own value for each batch size: which
+trials it takes, and what is said of it.
 """
 
 import math
@@ -32,11 +32,16 @@ RULE = 0.004
 
 
 def around(metric="val_loss", **changes):
-    return config(metric, **{"space": SPACE, "objective": {"target": None}} | changes)
+    return config(
+        metric, **{"space": SPACE, "objective": {"target": None}} | changes
+    )
 
 
 def loss(given, best):
-    return math.log2(given["optimizer.lr"] / best[given["global_batch_size"]]) ** 2
+    return (
+        math.log2(given["optimizer.lr"] / best[given["global_batch_size"]])
+        ** 2
+    )
 
 
 def record(given, value, **more):
@@ -75,7 +80,9 @@ def test_it_ends_with_the_best_rate_of_each_size_between_worse_ones(seed):
     assert len({trial_id(one) for one in found}) == len(found), "none twice"
     records = [record(one, loss(one, best)) for one in found]
     for size in SIZES:
-        own = [one for one in records if one.config["global_batch_size"] == size]
+        own = [
+            one for one in records if one.config["global_batch_size"] == size
+        ]
         first = min(own, key=lambda one: one.metrics["val_loss"])
         assert abs(math.log2(first.config["optimizer.lr"] / best[size])) <= 0.5
         assert is_inside(around(), own, first.config)
@@ -112,7 +119,8 @@ def test_a_failed_trial_is_the_worst_and_without_a_value_the_metric_of_the_targe
     objective = config().objective
     reached = score(objective, 3.0, {"val_accuracy": 0.97})
     near, far = (
-        score(objective, None, {"val_accuracy": value}) for value in (0.96, 0.5)
+        score(objective, None, {"val_accuracy": value})
+        for value in (0.96, 0.5)
     )
     nothing = score(objective, math.inf, {"val_accuracy": math.nan})
     assert reached < near < far < nothing
@@ -157,9 +165,14 @@ def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_use
         "the word has become the run's own rate"
     )
     assert (
-        sweep_with(sweep.saved(), "saved", None, {}).config.space == sweep.config.space
+        sweep_with(sweep.saved(), "saved", None, {}).config.space
+        == sweep.config.space
     ), "as resume reads it"
-    assert (num_samples(small.config, 0), sweep.num_trials, small.num_trials) == (
+    assert (
+        num_samples(small.config, 0),
+        sweep.num_trials,
+        small.num_trials,
+    ) == (
         4,
         9,
         4,
@@ -209,8 +222,8 @@ def test_a_functions_rate_is_found_below_its_own_name():
 
 
 def told(times):
-    """What is said of the largest size by the times to the target of (size, rate as a
-    multiple of the rule's).
+    """What is said of the largest size by the times to the target of (size,
+    rate as a multiple of the rule's).
     """
     records = [
         trial(
@@ -219,7 +232,9 @@ def told(times):
             {"global_batch_size": size, "optimizer.lr": RULE * step},
             time_to_target_s=time_s,
             metrics={
-                "val_accuracy": 0.97 if time_s else 0.9 - abs(math.log2(step)) / 10
+                "val_accuracy": 0.97
+                if time_s
+                else 0.9 - abs(math.log2(step)) / 10
             },
         )
         for number, ((size, step), time_s) in enumerate(times.items())
@@ -235,27 +250,34 @@ SMALL = {(32, 0.5): 3.0, (32, 1.0): 2.0, (32, 2.0): 4.0}
     [
         (
             {(512, 0.5): 9.0, (512, 1.0): 6.0, (512, 2.0): 8.0},
-            "lost to itself, not to its rate: with its best, lr 0.004, it needs 6 s.",
+            "lost because of its size, not its lr: with its best lr, 0.004, it needs 6 s.",
         ),
         (
             {(512, 0.5): None, (512, 1.0): None, (512, 2.0): None},
-            "lost to itself, not to its rate: with its best, lr 0.004, it does not reach val_accuracy 0.97.",
+            "lost because of its size, not its lr: with its best lr, 0.004, it does not reach val_accuracy 0.97.",
         ),
         (
-            {(512, 0.5): None, (512, 1.0): 6.0, (512, 2.0): 2.1, (512, 4.0): 3.0},
-            "is as good as the best with its best, lr 0.008; the rule's is 0.004.",
+            {
+                (512, 0.5): None,
+                (512, 1.0): 6.0,
+                (512, 2.0): 2.1,
+                (512, 4.0): 3.0,
+            },
+            "is as good as the best: its best lr is 0.008, and the search began with 0.004.",
         ),
         (
             {(512, 0.5): 3.0, (512, 1.0): 1.0, (512, 2.0): 3.0},
-            "is as good as the best with its best, lr 0.004; the rule's is 0.004.",
+            "is as good as the best: its best lr is 0.004, and the search began with 0.004.",
         ),
         (
             {(512, 0.5): 9.0, (512, 1.0): 8.0, (512, 2.0): 6.0},
-            "lost to its rate or to itself is not known: with its best, lr 0.008, none was tried beyond.",
+            "lost because of its lr or its size: nothing beyond its best lr, 0.008, was tried.",
         ),
     ],
 )
-def test_the_answer_says_whether_the_largest_size_lost_to_its_rate(largest, words):
+def test_the_answer_says_whether_the_largest_size_lost_to_its_rate(
+    largest, words
+):
     said = told({**SMALL, **largest})
     assert said.endswith(words)
     assert "largest batch, 512," in said
@@ -266,7 +288,11 @@ def test_nothing_is_said_where_the_largest_was_not_tried_or_rates_are_listed():
     assert (
         answer(
             config(),
-            [trial(0, "done", {"global_batch_size": 512}, time_to_target_s=1.0)],
+            [
+                trial(
+                    0, "done", {"global_batch_size": 512}, time_to_target_s=1.0
+                )
+            ],
         ).largest
         == ""
     )

@@ -1,5 +1,5 @@
-"""What is known of which microbatches fit: found in few steps, never tried twice, kept,
-and strict when in doubt.
+"""What is known of which microbatches fit: found in few steps, never tried
+twice, kept, and strict when in doubt.
 """
 
 import pytest
@@ -18,7 +18,9 @@ TRAIN = {
 
 
 def key(**changes):
-    dotted = {name.replace("__", "."): value for name, value in changes.items()}
+    dotted = {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
     return key_of(override(TrainConfig, TRAIN, dotted), GPU)
 
 
@@ -86,14 +88,19 @@ def test_the_size_that_a_trial_insists_on(changes, size):
 
 def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to():
     found = boundary(fits=[5, 20], misfits=[50, 33])
-    assert [found.fits("k", size) for size in (1, 19, 20, 21, 32, 33, 40, 99)] == [
+    assert [
+        found.fits("k", size) for size in (1, 19, 20, 21, 32, 33, 40, 99)
+    ] == [
         *(True, True, True),
         *(None, None),
         *(False, False, False),
     ]
     assert (found.largest_fit("k"), found.smallest_misfit("k")) == (20, 33)
     assert found.fits("another", 1) is None
-    assert (found.largest_fit("another"), found.smallest_misfit("another")) == (
+    assert (
+        found.largest_fit("another"),
+        found.smallest_misfit("another"),
+    ) == (
         None,
         None,
     )

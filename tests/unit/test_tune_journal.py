@@ -14,7 +14,9 @@ from tune.trials.record import TrialRecord, trial_id
 
 
 def record(config, start=1.0, status="done", **more):
-    return TrialRecord(trial_id(config), config, status, start, start + 1, **more)
+    return TrialRecord(
+        trial_id(config), config, status, start, start + 1, **more
+    )
 
 
 def row(step, loss):

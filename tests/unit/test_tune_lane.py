@@ -1,5 +1,5 @@
-"""A trial between its Tune actor and its lane, without Ray: what is handed over,
-adopted, and ended at its target.
+"""A trial between its Tune actor and its lane, without Ray: what is handed
+over, adopted, and ended at its target.
 """
 
 import math
@@ -14,7 +14,8 @@ from tests.unit.report_records import config
 from trainers.storage import Storage
 from tune.config import Target
 from tune.forks.assignment import Assignment
-from tune.lanes._worker import Asked
+from tune.forks.child import TrialStopped
+from tune.lanes._worker import Asked, FunctionContext
 from tune.lanes.queue import Event
 from tune.sweeps._trial import LaneTrial
 from tune.trials.journal import Journal
@@ -37,15 +38,24 @@ class Box:
         self.told.append((name, args))
         submitted = args[0].ticket if name == "submit" else None
         event = self.events[args[1]] if name == "next_event" else None
-        return {"report": True, "submit": submitted, "next_event": event}.get(name)
+        return {"report": True, "submit": submitted, "next_event": event}.get(
+            name
+        )
 
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch):
-    place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+    place = {
+        "world_rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+    }
     context = SimpleNamespace(
         get_node_rank=lambda: 0,
-        **{f"get_{name}": lambda n=number: n for name, number in place.items()},
+        **{
+            f"get_{name}": lambda n=number: n for name, number in place.items()
+        },
     )
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
@@ -57,14 +67,38 @@ def asked(box, target, watches):
         gauges=SimpleNamespace(set=lambda figures: None),
         tell=lambda method, *args: getattr(box, method).remote(*args),
     )
-    return Asked(lane, Assignment("t/1", "t", {}, target=target, watches=watches))
+    return Asked(
+        lane, Assignment("t/1", "t", {}, target=target, watches=watches)
+    )
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "raised"), [(False, TrialStopped), (None, InterruptedError)]
+)
+def test_a_function_that_another_rank_has_ended_is_not_stopped(
+    goes_on, raised, monkeypatch
+):
+    """A stopped function is known to fit; one that another rank has ended is not."""
+    monkeypatch.setattr(FunctionContext, "get_world_rank", lambda self: 1)
+    monkeypatch.setattr(FunctionContext, "get_world_size", lambda self: 2)
+    context = object.__new__(FunctionContext)
+    context.assignment = Assignment("t/1", "t", {})
+    context.lane = SimpleNamespace(tell=lambda *given: goes_on)
+    context.checkpoint = None
+    with pytest.raises(raised):
+        context._wait_then_report(SimpleNamespace(checkpoint=None), 1)
 
 
 @pytest.mark.parametrize(
     ("watches", "said"),
-    [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})],
+    [
+        (("peak_memory_bytes",), {"peak_memory_bytes": 5.0}),
+        (("val_accuracy",), {}),
+    ],
 )
-def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(watches, said):
+def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
+    watches, said
+):
     box = Box()
     lane = asked(box, None, watches)
     lane.observe({"peak_bytes": 5.0, "disturbed_s": 3.0})
@@ -83,7 +117,9 @@ def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(watches, s
         ("val_accuracy", "error", -math.inf),
     ],
 )
-def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path, metric, status, value):
+def test_tune_hears_of_a_trials_objective_in_the_end(
+    tmp_path, metric, status, value
+):
     box = Box()
     outcome = {"status": status, "result": {"peak_memory_bytes": 7}}
     box.events = [
@@ -92,7 +128,9 @@ def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path, metric, status, v
         Event(outcome=outcome),
     ]
     trial = begun(tmp_path, box, metric)
-    assert box.told[0][1][0].target == (TARGET if metric == "time_to_target" else None)
+    assert box.told[0][1][0].target == (
+        TARGET if metric == "time_to_target" else None
+    )
     assert trial.step()["train_time_s"] == 1.0
     trial.step()
     last = trial.step()
@@ -113,8 +151,12 @@ def test_a_scheduler_hears_the_last_value_where_a_report_has_none(tmp_path):
     assert others == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("name", ["done", "training_iteration", "should_checkpoint"])
-def test_a_figure_with_a_name_of_tunes_own_reaches_the_record_only(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["done", "training_iteration", "should_checkpoint"]
+)
+def test_a_figure_with_a_name_of_tunes_own_reaches_the_record_only(
+    tmp_path, name
+):
     box = Box()
     row = {"step": 1.0, "train_time_s": 1.0, "val_loss": 0.5, name: 7.0}
     box.events = [Event(row), Event({}, {"status": "done"})]
@@ -128,5 +170,7 @@ def test_a_figure_with_a_name_of_tunes_own_reaches_the_record_only(tmp_path, nam
 def begun(tmp_path, box, metric="time_to_target"):
     trial = LaneTrial.__new__(LaneTrial)
     given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
-    trial.setup({"seed": 1}, **given, objective=config(metric).objective.model_dump())
+    trial.setup(
+        {"seed": 1}, **given, objective=config(metric).objective.model_dump()
+    )
     return trial

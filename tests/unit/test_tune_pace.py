@@ -41,8 +41,8 @@ def test_trials_come_with_the_lanes_that_are_up():
 
 
 def test_no_end_is_held_when_the_last_trial_has_its_actor():
-    """Random search may draw one configuration twice: Tune's trials count, not what
-    they train.
+    """Random search may draw one configuration twice: Tune's trials count, not
+    what they train.
     """
     search, mailbox, expected = parts()
     pace = Pace(search, mailbox, total=2)
@@ -55,7 +55,13 @@ def test_no_end_is_held_when_the_last_trial_has_its_actor():
 
 @pytest.mark.parametrize(
     ("total", "ended", "known", "at_a_time"),
-    [(24, 20, 0, 1), (24, 8, 0, 2), (2, 0, 0, 2), (24, 2, 20, 2), (24, 0, 24, 1)],
+    [
+        (24, 20, 0, 1),
+        (24, 8, 0, 2),
+        (2, 0, 0, 2),
+        (24, 2, 20, 2),
+        (24, 0, 24, 1),
+    ],
     ids=[
         "short ones",
         "many are left",
@@ -64,9 +70,11 @@ def test_no_end_is_held_when_the_last_trial_has_its_actor():
         "all were known",
     ],
 )
-def test_another_actor_starts_where_it_pays(total, ended, known, at_a_time, clock):
-    """Ten seconds after the first trial's start: left are 4 x 0.5 s, 16 x 1.25 s, 2 x
-    10 s, 2 x 5 s, nothing.
+def test_another_actor_starts_where_it_pays(
+    total, ended, known, at_a_time, clock
+):
+    """Ten seconds after the first trial's start: left are 4 x 0.5 s, 16 x 1.25
+    s, 2 x 10 s, 2 x 5 s, nothing.
     """
     search, mailbox, _ = parts()
     pace = Pace(search, mailbox, total)

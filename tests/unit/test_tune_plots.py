@@ -16,7 +16,10 @@ from tune.report.write import contents
 from tune.trials.record import trial_id
 
 TITLES = ["Time to target", "Throughput", "Peak memory", "Learning curves"]
-CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
+CURVE = [
+    {"train_time_s": 1.0, "val_loss": 0.5},
+    {"train_time_s": 2.0, "val_loss": 0.4},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,9 @@ def draw_values(key, values):
         for number, value in enumerate(values)
     ]
     return draw(
-        config("samples_per_s", space={key: values}, objective={"target": None}),
+        config(
+            "samples_per_s", space={key: values}, objective={"target": None}
+        ),
         records,
     )
 
@@ -72,7 +77,9 @@ def test_the_figures_stand_in_one_page():
         word for figure in drawn.values() for word in texts(figure)
     }
     assert "<title>batch 512 in fp32: out of memory</title>" in text
-    assert "4 of 11 did not reach the target" in drawn["Time to target"].caption
+    assert (
+        "4 of 11 did not reach the target" in drawn["Time to target"].caption
+    )
 
 
 def test_nothing_is_drawn_of_nothing():
@@ -107,14 +114,19 @@ def test_hundreds_of_trials(settings, tmp_path):
         key: list(dict.fromkeys(record.config[key] for record in records))
         for key in settings(0)
     }
-    found = config("val_loss", space=space, objective={"target": {"val_loss": 0.5}})
+    found = config(
+        "val_loss", space=space, objective={"target": {"val_loss": 0.5}}
+    )
     said = answer(found, records)
     shown = contents(Storage(str(tmp_path)), found, {}, records, {}, said)
     drawn = {figure.title: figure for figure in shown["figures"]}
     assert shown["left_out"] == 42
     assert list(drawn) == ["val_loss", *TITLES[1:]]
     assert drawn["val_loss"].num_panels == len(space)
-    assert all(len(texts(figure)) / figure.num_panels < 90 for figure in drawn.values())
+    assert all(
+        len(texts(figure)) / figure.num_panels < 90
+        for figure in drawn.values()
+    )
     assert table(found, records, said).row_count == 50, (
         "the best of them, and some that failed"
     )
@@ -165,7 +177,10 @@ def test_only_the_worst_of_a_curve_is_off_the_axis_whoever_says_what_is_better()
         records = []
         for found in done():
             curve = [
-                {"train_time_s": row["train_time_s"], name: row["val_accuracy"]}
+                {
+                    "train_time_s": row["train_time_s"],
+                    name: row["val_accuracy"],
+                }
                 for row in found.curve
             ]
             metrics = {name: found.metrics["val_accuracy"]}
@@ -179,7 +194,9 @@ def test_only_the_worst_of_a_curve_is_off_the_axis_whoever_says_what_is_better()
     said = drawn("val_skill", "val_skill", "max")
     assert lines(said) == lines(drawn("val_accuracy", "val_accuracy", None))
     assert "off the axis" in said.caption
-    assert "off the axis" not in drawn("val_skill", "samples_per_s", None).caption
+    assert (
+        "off the axis" not in drawn("val_skill", "samples_per_s", None).caption
+    )
 
 
 def test_how_sure_a_time_to_the_target_is():
@@ -187,7 +204,11 @@ def test_how_sure_a_time_to_the_target_is():
     before = {"step": 1.0, "train_time_s": 2.5, "val_accuracy": 0.9}
     records = [
         replace(
-            one, curve=[before, {**before, "train_time_s": one.time_to_target_s or 0.0}]
+            one,
+            curve=[
+                before,
+                {**before, "train_time_s": one.time_to_target_s or 0.0},
+            ],
         )
         for one in done()[:4]
     ]
@@ -197,7 +218,10 @@ def test_how_sure_a_time_to_the_target_is():
 
     repeats = [
         replace(
-            one, id=trial_id(one.config, "repeat", seed), purpose="repeat", seed=seed
+            one,
+            id=trial_id(one.config, "repeat", seed),
+            purpose="repeat",
+            seed=seed,
         )
         for one in records
         for seed in (1, 2)

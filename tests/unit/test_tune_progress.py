@@ -1,7 +1,8 @@
-"""What the driver records of a trial: its own end, that somebody stopped it, or
-nothing.
+"""What the driver records of a trial: its own end, that somebody stopped it,
+or nothing.
 """
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from trainers.errors import PacelineError, StorageError
 from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.queue import Event
+from tune.sweeps import _run
 from tune.sweeps._progress import Progress
-from tune.sweeps._run import Steered
+from tune.sweeps._run import Budget, Steered
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id
 from tune.trials.steering import Action
@@ -35,7 +37,9 @@ class Parts:
             heard=SimpleNamespace(remote=lambda name: self.heard),
             orphan=SimpleNamespace(remote=self.orphans.append),
             forget=SimpleNamespace(remote=self.forgotten.append),
-            submit=SimpleNamespace(remote=lambda assignment: assignment.ticket),
+            submit=SimpleNamespace(
+                remote=lambda assignment: assignment.ticket
+            ),
             submit_ahead=SimpleNamespace(remote=lambda assignment: None),
         )
         self.storage = Storage(str(directory))
@@ -68,12 +72,18 @@ def parts(tmp_path, monkeypatch):
     ("heard", "status", "message"),
     [
         ([Event(ROW)], "stopped", "stopped by the search"),
-        # Its actor could not write the record: the disk was full then, or the directory
-        # gone.
-        ([Event(ROW), Event(outcome={"status": "done", "lane": 3})], "done", ""),
+        # Its actor could not write the record: the disk was full then, or the
+        # directory gone.
+        (
+            [Event(ROW), Event(outcome={"status": "done", "lane": 3})],
+            "done",
+            "",
+        ),
     ],
 )
-def test_a_trial_is_recorded_as_its_lane_has_told_it(parts, heard, status, message):
+def test_a_trial_is_recorded_as_its_lane_has_told_it(
+    parts, heard, status, message
+):
     parts.heard = heard
     parts.complete()
     [record] = parts.journal.records()
@@ -104,7 +114,8 @@ def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
 
 
 @pytest.mark.parametrize(
-    ("purpose", "seed", "said"), [("repeat", 7, "repeat"), ("clone", None, "trial 1/2")]
+    ("purpose", "seed", "said"),
+    [("repeat", 7, "repeat"), ("clone", None, "trial 1/2")],
 )
 def test_a_clone_or_repeat_is_recorded_once_it_has_ended(
     parts, purpose, seed, said, caplog
@@ -121,13 +132,19 @@ def test_a_clone_or_repeat_is_recorded_once_it_has_ended(
         assert progress.has_ended(name), "somebody may ask again"
     [record] = parts.journal.records()
     assert (record.id, record.config) == (name, TRIAL)
-    assert (record.purpose, record.seed, record.status) == (purpose, seed, "done")
+    assert (record.purpose, record.seed, record.status) == (
+        purpose,
+        seed,
+        "done",
+    )
     assert parts.forgotten == [name, ticket]
     assert progress.extras == {}
     assert [line for line in caplog.messages if line.startswith(said)]
 
 
-def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(parts, caplog):
+def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(
+    parts, caplog
+):
     config = {"precision": "bf16"}
     parts.progress.hurry(config)
     [name] = parts.progress.extras
@@ -147,7 +164,9 @@ def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(parts, caplo
 def test_a_clone_of_an_earlier_start_counts(parts, caplog):
     clone = TrialRecord(trial_id(TRIAL, "clone"), TRIAL, "done", 0.5, 1.0)
     parts.journal.append(replace(clone, purpose="clone"))
-    steered = Steered(SimpleNamespace(storage=parts.storage), None, parts.progress)
+    steered = Steered(
+        SimpleNamespace(storage=parts.storage), None, parts.progress
+    )
     steered._begin(clone.id, Action("clone", NAME, TRIAL))
     parts.heard = [Event(ROW)]
     with caplog.at_level("INFO"):
@@ -169,13 +188,17 @@ def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):
         parts.progress.record_rest(is_over_budget=True)
 
 
-def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts):
-    parts.trial.error_file = "error.txt"
+def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(
+    parts, tmp_path
+):
+    file = tmp_path / "error.txt"
+    file.write_text("Failure # 4\nTraceback\nOSError: its cause\n\n")
+    parts.trial.error_file = str(file)
     parts.heard = [Event(ROW)]
     parts.progress.on_trial_error(0, [], parts.trial)
     with pytest.raises(
         PacelineError,
-        match=f"trial {NAME} was given up.*4 times .error.txt",
+        match=f"trial {NAME} was given up.*4 times .{file}.; the last time: OSError: its cause$",
     ):
         parts.progress.tick()
     assert parts.journal.records() == []
@@ -183,12 +206,17 @@ def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts):
 
 def test_only_a_budget_may_leave_trials_without_an_end(parts):
     parts.heard = [Event(ROW)]
-    with pytest.raises(PacelineError, match=f"without a result of trial {NAME}"):
+    with pytest.raises(
+        PacelineError, match=f"without a result of trial {NAME}"
+    ):
         parts.progress.record_rest(is_over_budget=False)
     assert parts.journal.records() == []
     parts.progress.record_rest(is_over_budget=True)
     [record] = parts.journal.records()
-    assert (record.status, record.message) == ("stopped", "stopped by the budget")
+    assert (record.status, record.message) == (
+        "stopped",
+        "stopped by the budget",
+    )
 
 
 def test_a_clone_that_ended_in_the_budgets_last_second_is_recorded(parts):
@@ -203,11 +231,20 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target():
         "val_accuracy", objective={"target": {"val_accuracy": 0.97}}
     ).objective
     rows = [
-        {**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100}
+        {
+            **ROW,
+            "step": step,
+            "train_time_s": step,
+            "val_accuracy": 0.9 + step / 100,
+        }
         for step in (5.0, 8.0, 9.0)
     ]
     record = make_record(TRIAL, whole, 0.0, rows, {"status": "done"})
-    assert (record.status, record.time_to_target_s, record.missed_target_s) == (
+    assert (
+        record.status,
+        record.time_to_target_s,
+        record.missed_target_s,
+    ) == (
         "done",
         8.0,
         5.0,
@@ -247,7 +284,8 @@ def test_a_record_keeps_what_was_used_beside_its_metrics():
     stopped = make_record(TRIAL, objective, 0.0, [row], {"status": "stopped"})
     assert stopped.peak_memory_bytes == 5
     assert (
-        make_record(TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error"
+        make_record(TRIAL, objective, 0.0, [ROW], {"status": "done"}).status
+        == "error"
     ), "nobody told it"
 
 
@@ -262,3 +300,21 @@ def test_a_trial_that_stopped_at_its_target_is_done(metric, accuracy, status):
         TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
     )
     assert record.status == status
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "wall_s", "is_used_up"),
+    [(9, 9, False), (10, 10, True), (1, 10, True), (10, -50, True)],
+)
+def test_a_budget_ends_by_the_clock_that_is_first(
+    elapsed_s, wall_s, is_used_up, monkeypatch
+):
+    """The monotonic clock stands still in suspend; the wall clock may be set."""
+    clocks = SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0)
+    monkeypatch.setattr(_run, "time", clocks)
+    budget = Budget(10.0)
+    endless = Budget(math.inf)
+    clocks.monotonic = lambda: 100.0 + elapsed_s
+    clocks.time = lambda: 5000.0 + wall_s
+    assert budget.is_used_up is is_used_up
+    assert not endless.is_used_up

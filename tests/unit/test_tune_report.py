@@ -1,5 +1,5 @@
-"""What a sweep leaves behind, from hand-made records: the files, and what may not be in
-them.
+"""What a sweep leaves behind, from hand-made records: the files, and what may
+not be in them.
 """
 
 import base64
@@ -78,11 +78,15 @@ def test_the_terminals_table():
     records = (done() + failed())[::-1]
     lines = on_terminal(config(), records, 200).splitlines()
     rows = [
-        line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)
+        line.removeprefix("* ").split()
+        for line in lines
+        if re.match(r"(\* )?\d", line)
     ]
     best, *_ = rows
     assert best[:2] == ["64", "bf16"]
-    times = [float(row[-2]) for row in rows if row[2] == "done" and row[-1] == "s"]
+    times = [
+        float(row[-2]) for row in rows if row[2] == "done" and row[-1] == "s"
+    ]
     assert times == sorted(times)
     assert [row[:2] for row in rows[-3:]] == [
         ["512", "bf16"],
@@ -113,24 +117,36 @@ def test_a_figure_of_several_words_is_whole_or_left_out():
         {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.99}
         for time_s in (0.0301, 0.0731)
     ]
-    times = {"time_to_target_s": 0.0731, "spent": Spent(5.0, 1.25, 0.0987, 3.5)}
+    times = {
+        "time_to_target_s": 0.0731,
+        "spent": Spent(5.0, 1.25, 0.0987, 3.5),
+    }
     records = [replace(record, curve=met, **times) for record in done()]
     for width in range(70, 140, 2):
         text = on_terminal(config(), records, width, width)
         left_out = text.partition("not shown")[2]
         assert text.count("0.0301 to 0.0731 s") == len(records)
-        for header, figure in (("starting", "1.25 s"), ("training", "0.0987 s")):
-            assert text.count(figure) == len(records) * (header not in left_out)
+        for header, figure in (
+            ("starting", "1.25 s"),
+            ("training", "0.0987 s"),
+        ):
+            assert text.count(figure) == len(records) * (
+                header not in left_out
+            )
 
 
 @pytest.mark.parametrize("key", ["seed", "epochs"])
-def test_parquet_has_a_trials_key_that_is_also_the_name_of_a_figure(sweep, key):
+def test_parquet_has_a_trials_key_that_is_also_the_name_of_a_figure(
+    sweep, key
+):
     records = []
     for number in (1, 2):
         settings = {key: number}
         records.append(trial(number, "done", settings, epochs=0.5))
     again = {"id": "repeat", "purpose": "repeat", "seed": 7}
-    written(sweep, [*records, replace(records[0], **again)], space={key: [1, 2]})
+    written(
+        sweep, [*records, replace(records[0], **again)], space={key: [1, 2]}
+    )
     rows = results(sweep).to_pydict()
     if key == "seed":
         assert rows["seed"] == [1, 2, 7]
@@ -157,7 +173,9 @@ def test_parquet_has_stable_types_and_comes_back(sweep):
         "start_time": pa.timestamp("us", "UTC"),
         "end_time": pa.timestamp("us", "UTC"),
     }
-    assert {name: found.schema.field(name).type for name in expected} == expected
+    assert {
+        name: found.schema.field(name).type for name in expected
+    } == expected
     assert found.num_rows == 11
     assert found.column("global_batch_size").to_pylist() == [
         r.config["global_batch_size"] for r in records
@@ -170,18 +188,23 @@ def test_parquet_has_stable_types_and_comes_back(sweep):
     ]  # kept, though it cannot win
     assert frame.start_time[1].timestamp() == records[1].start_time
     assert (
-        frame[frame.status == "done"].groupby("precision").samples_per_s.max()["bf16"]
+        frame[frame.status == "done"]
+        .groupby("precision")
+        .samples_per_s.max()["bf16"]
         == 11980.0
     )
     again = Storage(f"{sweep.uri}-less")
     written(again, records[8:9])
     less = results(again).schema
     assert all(
-        less.field(name).type == found.schema.field(name).type for name in less.names
+        less.field(name).type == found.schema.field(name).type
+        for name in less.names
     )
 
 
-def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(sweep):
+def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
+    sweep,
+):
     first, second, third = done()[:3]
     met = [
         {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9}
@@ -189,11 +212,18 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(swe
     ]
     known = replace(first, curve=met, spent=Spent(5.0, 1.0, 2.0, 3.5))
     written(
-        sweep, [known, replace(second, curve=[{**met[1], "train_time_s": 4.02}]), third]
+        sweep,
+        [
+            known,
+            replace(second, curve=[{**met[1], "train_time_s": 4.02}]),
+            third,
+        ],
     )
     rows = results(sweep).to_pylist()
     assert [row["time_to_target_low_s"] for row in rows] == [3.0, 0.0, None]
-    assert [rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")] == [
+    assert [
+        rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")
+    ] == [
         1.0,
         2.0,
         3.5,
@@ -203,16 +233,26 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(swe
     text = page(sweep)
     assert "3 to 4.31 s" in text
     assert "up to 4.02 s" in text
-    assert "On their lanes they were starting for 1 s and training for 2 s." in text
+    assert (
+        "On the lanes, trials were starting for 1 s and training for 2 s."
+        in text
+    )
 
 
 def test_best_yaml_is_a_run(sweep):
     found = written(sweep, done() + failed())
     text = sweep.read("best.yaml").decode()
     first = text.splitlines()[0]
-    assert first == f"# The best trial of the sweep digits-sweep: {found.best.id}."
+    assert (
+        first
+        == f"# The best trial of the sweep digits-sweep: {found.best.id}."
+    )
     best = best_run(sweep)
-    assert (best.global_batch_size, best.batch_size_per_worker, best.precision) == (
+    assert (
+        best.global_batch_size,
+        best.batch_size_per_worker,
+        best.precision,
+    ) == (
         64,
         None,
         "bf16",
@@ -231,7 +271,10 @@ def test_best_yaml_is_a_run(sweep):
 def test_summary_is_plain_data(sweep):
     found = written(sweep, done() + failed())
     summary = summary_of(sweep)
-    assert summary["best"]["config"] == {"global_batch_size": 64, "precision": "bf16"}
+    assert summary["best"]["config"] == {
+        "global_batch_size": 64,
+        "precision": "bf16",
+    }
     assert summary["best"]["value"] == 3.12
     assert summary["answer"] == found.line
     assert summary["status"] == {
@@ -263,12 +306,18 @@ def test_files_stay_readable_whatever_they_hold(sweep):
         for n, value in enumerate(space["task_args.x"])
     ]
     found = config(
-        name, space=space, objective={"mode": "min", "target": {"val_loss": 1e308}}
+        name,
+        space=space,
+        objective={"mode": "min", "target": {"val_loss": 1e308}},
     )
     for ended in (records, records[1:], records[2:]):
-        write_report(sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None)
+        write_report(
+            sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None
+        )
         best = best_run(sweep)
-        assert repr(best.task_args) == repr({"x": ended[0].config["task_args.x"]})
+        assert repr(best.task_args) == repr(
+            {"x": ended[0].config["task_args.x"]}
+        )
         summary_of(sweep)
         assert r"no file /data/\udcff" in page(sweep)
         messages = results(sweep).column("message").to_pylist()
@@ -282,16 +331,24 @@ def page(sweep):
 def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep):
     written(sweep, done() + failed())
     text = page(sweep)
-    assert re.findall(r"""(?:src|href)\s*=\s*(?!["']?(?:#|data:,)).*""", text) == []
+    assert (
+        re.findall(r"""(?:src|href)\s*=\s*(?!["']?(?:#|data:,)).*""", text)
+        == []
+    )
     assert re.findall(r"""url\(\s*(?!["']?#).*""", text) == []
     assert set(re.findall(r"(\S{0,12})https?://", text)) <= {'xmlns="'}
     assert "@import" not in text
     assert "<link" not in text.replace('<link rel="icon" href="data:,">', "")
     [script] = re.findall("<script>(.*?)</script>", text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(
+        hashlib.sha256(script.encode()).digest()
+    ).decode()
     assert f"script-src 'sha256-{digest}'" in text
     assert "<script" not in text.replace(f"<script>{script}</script>", "")
-    assert (len(re.findall(r"<figure\s", text)), len(re.findall(r"<svg\s", text))) == (
+    assert (
+        len(re.findall(r"<figure\s", text)),
+        len(re.findall(r"<svg\s", text)),
+    ) == (
         4,
         5,
     )
@@ -336,9 +393,11 @@ class _Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("words", HOSTILE)
-def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep, words):
-    """Names and values of the configuration, metrics, messages, tracebacks, ids,
-    versions: from anybody.
+def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(
+    sweep, words
+):
+    """Names and values of the configuration, metrics, messages, tracebacks,
+    ids, versions: from anybody.
     """
     key = f"task_args.{words}"
     found = config(
@@ -357,7 +416,9 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep, 
         *(replace(one, id=words + one.id, status="error") for one in hostile),
     ]
     train = {**TRAIN, "task_args": {words: words}}
-    write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
+    write_report(
+        sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None
+    )
     usual = _Tags(page(sweep))
     where = "".join(filter(str.isprintable, words))
     write_report(

@@ -31,7 +31,12 @@ TRAIN = {
 
 
 def make(space, **more):
-    tree = {"train": TRAIN, "space": space, "objective": {"metric": "val_loss"}, **more}
+    tree = {
+        "train": TRAIN,
+        "space": space,
+        "objective": {"metric": "val_loss"},
+        **more,
+    }
     return build(SweepConfig, tree, "sweep.yaml")
 
 
@@ -53,7 +58,9 @@ def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allo
     assert grid(make(space)) == trials
     assert grid(random(space)) == []
     ((key, values),) = tune_space(make(space, budget={"trials": 3})).items()
-    assert [unwrap({key: value}) for value in values["grid_search"]] == trials[:3]
+    assert [unwrap({key: value}) for value in values["grid_search"]] == trials[
+        :3
+    ]
     assert unwrap({"seed": 1}) == {"seed": 1}, "as Tune draws it, key by key"
 
 
@@ -72,14 +79,20 @@ def test_a_trial_is_the_run_with_its_values():
         config.epochs,
         config.clip_grad_norm,
     ) == (0.5, 7, None, None)
-    assert (config.evaluate.every_steps, config.evaluate.every_epochs) == (3, None)
+    assert (config.evaluate.every_steps, config.evaluate.every_epochs) == (
+        3,
+        None,
+    )
     assert TRAIN["optimizer"] == {"name": "adamw", "lr": 0.1}
 
 
 def test_a_key_is_set_in_the_section_that_the_same_trial_sets():
     """A trial's id is the same in either order of its keys, and so is its run."""
     section = {"optimizer": {"name": "sgd", "lr": 0.1}}
-    for trial in (section | {"optimizer.lr": 0.5}, {"optimizer.lr": 0.5} | section):
+    for trial in (
+        section | {"optimizer.lr": 0.5},
+        {"optimizer.lr": 0.5} | section,
+    ):
         name = trial_id(trial)
         optimizer = run_of(trial).optimizer
         assert (optimizer.name, optimizer.lr) == ("sgd", 0.5)
@@ -122,7 +135,10 @@ def test_a_good_space_passes(config):
         (make({"optimizer.lr": [0.1, -1]}), "space.optimizer.lr"),
         (make({"precison": ["fp32"]}), "space.precison"),
         (make({"precision": ["fp32", "fp4"]}), "space.precision"),
-        (random({"optimizer.lr": {"uniform": [-1.0, 1.0]}}), "space.optimizer.lr"),
+        (
+            random({"optimizer.lr": {"uniform": [-1.0, 1.0]}}),
+            "space.optimizer.lr",
+        ),
         (
             random({"global_batch_size": {"uniform": [8.0, 16.0]}}),
             "space.global_batch_size",
@@ -130,12 +146,19 @@ def test_a_good_space_passes(config):
         (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers"),
         (make({"name": ["a"]}), "space.name"),
         (
-            make({"optimizer.name": ["sgd", "adamw"], "optimizer.momentum": [0.9]}),
+            make(
+                {
+                    "optimizer.name": ["sgd", "adamw"],
+                    "optimizer.momentum": [0.9],
+                }
+            ),
             "space.optimizer.momentum",
         ),
     ],
 )
-def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(config, field):
+def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(
+    config, field
+):
     with pytest.raises(ConfigError) as raised:
         check_space(config, TRAIN, "sweep.yaml")
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
@@ -153,7 +176,8 @@ WIDE = {
 def test_ranges_go_to_tune_with_their_bounds():
     space = tune_space(random(WIDE))
     drawn = [
-        {key: domain.sample() for key, domain in space.items()} for _ in range(200)
+        {key: domain.sample() for key, domain in space.items()}
+        for _ in range(200)
     ]
     assert {row["global_batch_size"] for row in drawn} == {3, 4, 5}, (
         "both ends included"
@@ -161,7 +185,8 @@ def test_ranges_go_to_tune_with_their_bounds():
     assert {row["precision"] for row in drawn} == {"fp32", "bf16"}
     assert {row["clip_grad_norm"] for row in drawn} == {None, 1.0}
     assert all(
-        1e-6 <= row["optimizer.lr"] <= 1 and 0 <= row["optimizer.weight_decay"] <= 0.5
+        1e-6 <= row["optimizer.lr"] <= 1
+        and 0 <= row["optimizer.weight_decay"] <= 0.5
         for row in drawn
     )
     assert 60 < sum(row["optimizer.lr"] < 1e-3 for row in drawn) < 140, (
@@ -172,8 +197,8 @@ def test_ranges_go_to_tune_with_their_bounds():
 
 
 def optuna_trials(config, count, before):
-    """What optuna chooses when a trial's objective is its learning rate's distance from
-    1e-3, in decades.
+    """What optuna chooses when a trial's objective is its learning rate's
+    distance from 1e-3, in decades.
     """
     search = searcher(config, 2, before)
     assert search.set_search_properties(
@@ -184,7 +209,8 @@ def optuna_trials(config, count, before):
         trial = unwrap(search.suggest(str(number)))
         found.append(trial)
         search.on_trial_complete(
-            str(number), {"objective": distance(trial), "training_iteration": 1}
+            str(number),
+            {"objective": distance(trial), "training_iteration": 1},
         )
     return found
 
@@ -219,7 +245,9 @@ def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install") as raised:
         check_space(
-            make(WIDE, search="optuna", budget={"trials": 3}), TRAIN, "sweep.yaml"
+            make(WIDE, search="optuna", budget={"trials": 3}),
+            TRAIN,
+            "sweep.yaml",
         )
     assert raised.value.field == "search"
 
@@ -239,7 +267,12 @@ def test_a_key_that_optuna_takes_for_a_path_is_refused(search):
     ("trained_s", "finished_s", "accuracy", "goes_on"),
     [
         (100.0, None, 0.5, True),  # nothing has ended yet
-        (240.0, 100.0, 0.5, True),  # runs of one configuration may differ by that
+        (
+            240.0,
+            100.0,
+            0.5,
+            True,
+        ),  # runs of one configuration may differ by that
         (260.0, 100.0, 0.5, False),
         (260.0, 100.0, 0.98, True),  # it ends here by itself
         (9.0, 1.0, 0.5, True),  # not worth it
@@ -248,11 +281,17 @@ def test_a_key_that_optuna_takes_for_a_path_is_refused(search):
 def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
     trained_s, finished_s, accuracy, goes_on
 ):
-    records = {"f": TrialRecord("f", {}, "done", 0.0, 1.0, time_to_target_s=finished_s)}
+    records = {
+        "f": TrialRecord(
+            "f", {}, "done", 0.0, 1.0, time_to_target_s=finished_s
+        )
+    }
     why = {}
     scheduler = BeatenScheduler(sweep_config().objective, records, why)
     row = {"train_time_s": trained_s, "val_accuracy": accuracy}
-    found = scheduler.on_trial_result(None, types.SimpleNamespace(trial_id="t"), row)
+    found = scheduler.on_trial_result(
+        None, types.SimpleNamespace(trial_id="t"), row
+    )
     assert (found == "CONTINUE") is goes_on
     assert ("trial f" in why.get("t", "")) is not goes_on
 
@@ -267,7 +306,9 @@ def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
         ([None, None], True),
     ],
 )
-def test_asha_compares_evaluations_of_the_same_number_after_a_resume(losses, goes_on):
+def test_asha_compares_evaluations_of_the_same_number_after_a_resume(
+    losses, goes_on
+):
     """An ended trial's last loss is 0.1: no other trial has that at its first one."""
     objective = sweep_config("val_loss").objective
     rows = [{"val_loss": 1.0}, {"val_loss": 0.1}]
@@ -281,7 +322,10 @@ def test_asha_compares_evaluations_of_the_same_number_after_a_resume(losses, goe
     curve = []
     for count, loss in enumerate(losses, start=1):
         curve.append({} if loss is None else {"val_loss": loss})
-        row = {"training_iteration": count, "objective": so_far(objective, curve, None)}
+        row = {
+            "training_iteration": count,
+            "objective": so_far(objective, curve, None),
+        }
         found = scheduler.on_trial_result(None, running, row)
     assert (found == "CONTINUE") is goes_on
 

@@ -1,5 +1,5 @@
-"""A sweep as plain data: read, checked, kept for its resume, and never mixed with
-another one.
+"""A sweep as plain data: read, checked, kept for its resume, and never mixed
+with another one.
 """
 
 import json
@@ -13,7 +13,13 @@ from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
 from tune.search.space import grid
-from tune.sweeps.spec import SAVED, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import (
+    SAVED,
+    is_complete,
+    prepare,
+    read_saved,
+    read_sweep,
+)
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
@@ -71,7 +77,10 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user, tmp_path):
         train__optimizer__lr=0.5, train__max_steps=9,
     )  # fmt: skip
     assert spec.uri == f"{tmp_path}/s/other"
-    assert (spec.config.lanes, spec.config.objective.metric) == (2, "val_accuracy")
+    assert (spec.config.lanes, spec.config.objective.metric) == (
+        2,
+        "val_accuracy",
+    )
     assert (spec.train["optimizer"]["lr"], spec.train["max_steps"]) == (0.5, 9)
     assert "epochs" not in spec.train
 
@@ -91,7 +100,9 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user, tmp_path):
         ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
     ],
 )
-def test_a_mistake_names_the_file_that_it_is_in(user, sweep, train, file, words):
+def test_a_mistake_names_the_file_that_it_is_in(
+    user, sweep, train, file, words
+):
     write(user, sweep, TRAIN | train)
     with pytest.raises(ConfigError) as raised:
         read(user)
@@ -130,7 +141,8 @@ def test_the_saved_sweep_is_the_same_sweep(user, sweep):
     assert saved.uri == spec.uri
     assert saved.path == spec.path
     ours, theirs = (
-        s.config.model_dump(exclude={"train", "storage_path"}) for s in (saved, spec)
+        s.config.model_dump(exclude={"train", "storage_path"})
+        for s in (saved, spec)
     )
     assert ours == theirs
     assert prepare(saved, fresh=False) == 0  # resuming it is no other sweep
@@ -145,17 +157,24 @@ def test_a_saved_sweep_has_the_same_trials_whatever_their_values(user, values):
     spec = read(user, space={"task_args.limit": values})
     prepare(spec, fresh=False)
     saved = read_saved(spec.uri)
-    ours, theirs = ([trial_id(one) for one in grid(s.config)] for s in (saved, spec))
+    ours, theirs = (
+        [trial_id(one) for one in grid(s.config)] for s in (saved, spec)
+    )
     assert ours == theirs
     assert len(set(ours)) == len(values)
     assert prepare(saved, fresh=False) == 0
-    assert prepare(read(user, space={"task_args.limit": values}), fresh=False) == 0
+    assert (
+        prepare(read(user, space={"task_args.limit": values}), fresh=False)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_sweep_is_resumed_from_any_directory(user, tmp_path, monkeypatch, inside):
-    """Also when it was started in the directory of its task, which is then a relative
-    one.
+def test_a_sweep_is_resumed_from_any_directory(
+    user, tmp_path, monkeypatch, inside
+):
+    """Also when it was started in the directory of its task, which is then a
+    relative one.
     """
     if inside:
         monkeypatch.chdir(user)
@@ -198,7 +217,9 @@ def test_another_sweep_of_the_same_name_is_refused(user, overrides, field):
 @pytest.mark.parametrize(
     ("value", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([1], [True])]
 )
-def test_values_that_only_python_calls_equal_are_another_sweep(user, value, other):
+def test_values_that_only_python_calls_equal_are_another_sweep(
+    user, value, other
+):
     """Their trials have other ids, so both would be in one answer."""
     prepare(read(user, space={"task_args.limit": [value]}), fresh=False)
     with error_of("space"):
@@ -211,7 +232,9 @@ def test_an_objective_that_named_nothing_may_be_put_right(user):
     spec = read(user)
     prepare(spec, fresh=False)
     assert read_saved(spec.uri).config.objective.metric == "val_loss"
-    Journal(spec.storage).append(TrialRecord(trial_id({}), {}, "done", 1.0, 2.0))
+    Journal(spec.storage).append(
+        TrialRecord(trial_id({}), {}, "done", 1.0, 2.0)
+    )
     with error_of("objective"):
         prepare(read(user, objective__metric="val_mae"), fresh=False)
 
@@ -244,7 +267,8 @@ def test_the_way_on_is_given_where_the_sweep_was(user, monkeypatch):
     assert spec.resume() == f"python -m tune {spec.uri}"
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert (
-        spec.resume() == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
+        spec.resume()
+        == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
     )
 
 
@@ -253,17 +277,24 @@ def holder(spec):
     return json.loads(spec.storage.read(LEASE))["token"]
 
 
-def test_a_live_sweep_is_neither_started_again_nor_deleted(user, monkeypatch, capsys):
+def test_a_live_sweep_is_neither_started_again_nor_deleted(
+    user, monkeypatch, capsys
+):
     from tune.__main__ import main
 
     monkeypatch.setattr(
-        "tune.sweeps.sweep.prepare", lambda *args: pytest.fail("it has started")
+        "tune.sweeps.sweep.prepare",
+        lambda *args: pytest.fail("it has started"),
     )
     spec = read(user)
     with held(spec.storage, SAVED):
         prepare(spec, fresh=False)
         before = holder(spec), spec.storage.names()
-        again = [str(user / "sweep.yaml"), "--storage_path", spec.storage.parent.uri]
+        again = [
+            str(user / "sweep.yaml"),
+            "--storage_path",
+            spec.storage.parent.uri,
+        ]
         for args in (again, [*again, "--fresh"], ["resume", spec.uri]):
             assert main(args) == 2
             [line] = capsys.readouterr().err.splitlines()
@@ -281,7 +312,10 @@ def test_a_damaged_saved_sweep_is_a_config_error(user, data):
 
 
 def test_a_dotted_key_of_the_space_may_be_overridden(user):
-    write(user, {"space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}})
+    write(
+        user,
+        {"space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}},
+    )
     spec = read(
         user,
         **{

@@ -1,5 +1,5 @@
-"""The live table: all that a person wants to know while a sweep runs, and nothing where
-there is no terminal.
+"""The live table: all that a person wants to know while a sweep runs, and
+nothing where there is no terminal.
 """
 
 import io
@@ -49,8 +49,12 @@ def text(shown):
 
 def test_no_name_is_markup_or_moves_the_cursor():
     name = "val_[/red]\x1b[2J"
-    record = TrialRecord("a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1)
-    trial = Running("b", 0, time.time(), record.config, {"step": 1, name: 0.25})
+    record = TrialRecord(
+        "a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1
+    )
+    trial = Running(
+        "b", 0, time.time(), record.config, {"step": 1, name: 0.25}
+    )
     shown = text(view(live=live(trial), best=(1.0, record)))
     assert "\x1b" not in shown
     for words in (r"val_[/red]\x1b[2J 0.25", r"[/b]\x1b [/red]\x1b[2J"):
@@ -71,8 +75,8 @@ def test_it_shows_all_that_there_is():
 
 
 def test_lines_stay_above_the_table(monkeypatch):
-    """A handler that took hold of standard output before must not write through the
-    table.
+    """A handler that took hold of standard output before must not write
+    through the table.
     """
     file = io.StringIO()
     monkeypatch.setattr("sys.stdout", file)
@@ -81,7 +85,9 @@ def test_lines_stay_above_the_table(monkeypatch):
     package.addHandler(handler)
     monkeypatch.setattr(package, "level", logging.INFO)
     try:
-        with Terminal(Console(file=None, force_terminal=True, width=120)) as terminal:
+        with Terminal(
+            Console(file=None, force_terminal=True, width=120)
+        ) as terminal:
             terminal.update(view())
             package.info("trial 1/24  done")
             assert handler.stream is not file

@@ -1,5 +1,5 @@
-"""The page of a sweep that runs: who gets it, what it says of the sweep, and that
-nothing but its buttons writes.
+"""The page of a sweep that runs: who gets it, what it says of the sweep, and
+that nothing but its buttons writes.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ class Sweep:
         self.beat()
 
     def beat(self, **changes):
-        self.storage.write(LEASE, replace(Holder.this_process(), **changes).write())
+        self.storage.write(
+            LEASE, replace(Holder.this_process(), **changes).write()
+        )
 
     def run(self, *running, total=11):
         write_live(self.storage, Live("running", total, 2, list(running)))
@@ -106,9 +108,18 @@ def test_only_who_has_the_token_gets_the_page(sweep):
             {"Authorization": "Bearer no"},
             {"Cookie": f"paceline-watch-{server.server_port}=no"},
         ):
-            for path in ("/", "/watch.js", "/?token=no", "/?token=", "/nothing"):
+            for path in (
+                "/",
+                "/watch.js",
+                "/?token=no",
+                "/?token=",
+                "/nothing",
+            ):
                 answer = ask(server, path, **given)
-                assert (answer.status, "digits" in answer.text) == (401, False), path
+                assert (answer.status, "digits" in answer.text) == (
+                    401,
+                    False,
+                ), path
         first = ask(server, f"/?token={server.follow.token}")
         cookie = first.headers["Set-Cookie"]
         assert (first.status, first.headers["Location"]) == (303, "/")
@@ -118,12 +129,15 @@ def test_only_who_has_the_token_gets_the_page(sweep):
         assert "Paceline sweep digits-sweep" in page.text
         assert "script-src 'self'" in page.headers["Content-Security-Policy"]
         assert ask(server, **bearer).status == 200
-        assert ask(server, If_None_Match=page.headers["ETag"], **bearer).status == 304
+        assert (
+            ask(server, If_None_Match=page.headers["ETag"], **bearer).status
+            == 304
+        )
 
 
 def test_names_of_elsewhere_are_refused(sweep):
-    """A page whose name resolves to the loopback would be of the same origin, and have
-    the cookie.
+    """A page whose name resolves to the loopback would be of the same origin,
+    and have the cookie.
     """
     sweep.begin()
     with served(sweep) as server:
@@ -157,7 +171,11 @@ def test_no_path_is_a_file(sweep):
             "//etc/passwd",
             "/style.css",
         ]
-        for path in [*paths, "/watch.js/../../__main__.py", "/..%2f..%2fetc/passwd"]:
+        for path in [
+            *paths,
+            "/watch.js/../../__main__.py",
+            "/..%2f..%2fetc/passwd",
+        ]:
             assert ask(server, path, **bearer).status == 404, path
         assert "fetch(" in ask(server, "/watch.js", **bearer).text
 
@@ -166,7 +184,8 @@ def test_a_port_in_use_is_an_error(sweep):
     with (
         served(sweep) as server,
         pytest.raises(
-            ConfigError, match=f"--port. is {server.server_port}, but cannot be"
+            ConfigError,
+            match=f"--port={server.server_port}. cannot be",
         ),
     ):
         PageServer(server.follow, server.server_port)
@@ -190,7 +209,9 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     assert "<td>global_batch_size 64  precision fp16</td>" in page
     assert "val_loss 0.25" in page
     assert page.count('<tr class="') == 3
-    assert "python -m trainers" not in page, "best.yaml is not there before the end"
+    assert "python -m trainers" not in page, (
+        "best.yaml is not there before the end"
+    )
     assert sweep.files() == before
     sweep.journal.append(late)
     page, second = looks.page()
@@ -221,21 +242,32 @@ def test_buttons_steer_as_the_command_does(sweep):
             assert (answer.status, answer.text.strip()) == (200, said)
             assert f'<p class="muted">{said}</p>' in ask(server, **bearer).text
         found = Actions(sweep.storage).read()
-        assert (found.paused, found.first, found.stopped) == (False, (name,), {name})
-        for words in (["halt"], ["stop"], ["stop", "none"], ["stop", name, "a=1"]):
+        assert (found.paused, found.first, found.stopped) == (
+            False,
+            (name,),
+            {name},
+        )
+        for words in (
+            ["halt"],
+            ["stop"],
+            ["stop", "none"],
+            ["stop", name, "a=1"],
+        ):
             answer = ask(server, "/steer", words=words, **bearer)
             assert answer.status == 400
             assert "`" in ask(server, **bearer).text
 
 
 def test_nobody_else_steers(sweep):
-    """A page of elsewhere, even of another port here, can send a browser's cookies, but
-    send no header without being asked first.
+    """A page of elsewhere, even of another port here, can send a browser's
+    cookies, but send no header without being asked first.
     """
     sweep.begin()
     before = sweep.files()
     with served(sweep) as server:
-        cookie = ask(server, f"/?token={server.follow.token}").headers["Set-Cookie"]
+        cookie = ask(server, f"/?token={server.follow.token}").headers[
+            "Set-Cookie"
+        ]
         good = {"Authorization": f"Bearer {server.follow.token}"}
         for path, status, given in (
             ("/steer", 401, {}),
@@ -256,7 +288,10 @@ def test_nobody_else_steers(sweep):
 
 HERE = Holder.this_process()
 ELSEWHERE = replace(HERE, machine="another")
-AGAIN = [*done(), *(replace(one, purpose="repeat", seed=1) for one in done()[:2])]
+AGAIN = [
+    *done(),
+    *(replace(one, purpose="repeat", seed=1) for one in done()[:2]),
+]
 RUNS = Live("running", 8, 2, [])
 ENDS = Live("ended")
 STOPS = Live("cut off")
@@ -271,7 +306,11 @@ STOPS = Live("cut off")
             "running",
             "Running: 8 of 8 trials ended. 2 lanes up.",
         ),
-        ({"holder": HERE, "records": []}, "running", "Starting: no lane is up yet."),
+        (
+            {"holder": HERE, "records": []},
+            "running",
+            "Starting: no lane is up yet.",
+        ),
         (
             {"holder": HERE, "records": AGAIN, "live": RUNS},
             "running",
@@ -290,14 +329,14 @@ STOPS = Live("cut off")
         (
             {"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS},
             "cut",
-            "`python -m tune here` goes on",
+            "`python -m tune here` continues",
         ),
         (
             {"holder": replace(HERE, pid=2**22 + 1), "live": RUNS},
             "cut",
-            "its process has ended without an answer",
+            "the sweep's process has ended without an answer",
         ),
-        ({"live": STOPS}, "cut", "stopped before its end; 8 trials are kept"),
+        ({"live": STOPS}, "cut", "stopped before its end; kept: 8 trials"),
     ],
 )
 def test_how_a_sweep_is(seen, kind, words):

@@ -12,8 +12,8 @@ LOOKS = vital_signs._LOOKS
 
 
 class Store:
-    """The key-value store of a cluster of one job, with the actors' states and who was
-    killed.
+    """The key-value store of a cluster of one job, with the actors' states and
+    who was killed.
     """
 
     def __init__(self):
@@ -24,12 +24,16 @@ class Store:
     def beat(self, actor, count):
         self.states.setdefault(actor, "ALIVE")
         self.data[f"{PREFIX}{actor}".encode()] = str(count).encode()
-        self.data[f"{PREFIX}{actor}/handle".encode()] = cloudpickle.dumps(actor)
+        self.data[f"{PREFIX}{actor}/handle".encode()] = cloudpickle.dumps(
+            actor
+        )
 
     def delete(self, name, del_by_prefix):
         prefix = name if isinstance(name, bytes) else name.encode()
         self.data = {
-            key: value for key, value in self.data.items() if not key.startswith(prefix)
+            key: value
+            for key, value in self.data.items()
+            if not key.startswith(prefix)
         }
 
 

@@ -1,5 +1,5 @@
-"""A hang is noticed from inside, in any phase: stacks are saved, the sentence is told,
-and the process ends.
+"""A hang is noticed from inside, in any phase: stacks are saved, the sentence
+is told, and the process ends.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ OF_PHASES = "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
 
 
 def run(tmp_path, wait, budgets=PHASES, grace_s=60, heard=False):
-    """With a grace that no busy machine exceeds: the C-level timer must not be the
-    first.
+    """With a grace that no busy machine exceeds: the C-level timer must not be
+    the first.
     """
     script = (
         HANGS.replace("{wait}", wait)
@@ -84,7 +84,11 @@ def run(tmp_path, wait, budgets=PHASES, grace_s=60, heard=False):
             STEPS,
             f"in training (at <string>:18; {OF_STEPS})",
         ),
-        ("time.sleep(3600)", PHASES, f"in the start (at <string>:18; {OF_PHASES})"),
+        (
+            "time.sleep(3600)",
+            PHASES,
+            f"in the start (at <string>:18; {OF_PHASES})",
+        ),
         (
             "dog.enter('setup'); time.sleep(3600)",
             PHASES,
@@ -92,10 +96,15 @@ def run(tmp_path, wait, budgets=PHASES, grace_s=60, heard=False):
         ),
     ],
 )
-def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path, wait, budgets, words):
+def test_a_hang_saves_the_stacks_and_ends_the_process(
+    tmp_path, wait, budgets, words
+):
     done = run(tmp_path, wait, budgets)
     assert done.returncode == HUNG_EXIT_CODE
-    assert "error: the run ended as `hung`: rank 3 made no step for " in done.stderr
+    assert (
+        "error: the run ended as `hung`: rank 3 made no step for "
+        in done.stderr
+    )
     assert words in done.stderr
     storage = Storage(str(tmp_path / "run"))
     [name] = saved_hangs(storage)
@@ -112,12 +121,19 @@ def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path, wait, budgets, w
 
 def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
     """No thread can run then: the C-level timer prints the stacks and leaves."""
-    done = run(tmp_path, "import ctypes; ctypes.PyDLL(None).sleep(3600)", grace_s=0.2)
+    done = run(
+        tmp_path, "import ctypes; ctypes.PyDLL(None).sleep(3600)", grace_s=0.2
+    )
     assert done.returncode == 1
     assert "waits_for_ever" in done.stderr
 
 
-PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_task"]
+PLACES = [
+    "Storage.write",
+    "Context.hung",
+    "watchdog.print",
+    "watchdog.line_of_task",
+]
 """Storage, the launcher, the terminal; the watchdog itself."""
 
 
@@ -170,7 +186,9 @@ def test_a_slow_loop_is_no_hang(monkeypatch):
     before = set(threading.enumerate())
     clock = Clock(monkeypatch)
     said = ends(monkeypatch)
-    with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
+    with watched(
+        FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")
+    ) as dog:
         dog.enter("training", steps=True)
         for _ in range(10):
             clock.now_s += 0.099
@@ -188,7 +206,9 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch):
     clock = Clock(monkeypatch)
     said = ends(monkeypatch)
     monkeypatch.setattr(sections, "LEAST_PHASE_S", 100.0)
-    with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
+    with watched(
+        FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")
+    ) as dog:
         dog.enter("training", steps=True)
         with dog.phase("checkpoint"):
             clock.now_s += 99
@@ -213,7 +233,11 @@ def test_every_second_is_of_one_phase(monkeypatch):
             with dog.phase("evaluation"):
                 clock.now_s += 100
         dog.enter("the end")
-        assert dog.spent_s == {"the start": 1.0, "training": 20.0, "evaluation": 200.0}
+        assert dog.spent_s == {
+            "the start": 1.0,
+            "training": 20.0,
+            "evaluation": 200.0,
+        }
 
 
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path):

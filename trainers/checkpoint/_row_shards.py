@@ -1,17 +1,18 @@
-"""Tensors of which each rank writes its own rows.
+"""Write and read sharded tensors by rows: each rank writes the rows that it holds.
 
-The rows are cut out of a state before a checkpoint is written, and put back after it
-was read.
+The rows are cut out of a state before a checkpoint is written, and put back
+after it has been read.
 
-A rank's rows are those that torch.chunk would give it, as FSDP2 shards parameters, so
-the rows in a file follow from its rank and the number of ranks. In the state, a
-placeholder on the meta device replaces each tensor that was cut: it has the tensor's
-shape and format, and its path in the state is the tensor's name in the files.
+A rank's rows are those that torch.chunk would give it (FSDP2 shards parameters
+in this way), so rank and number of ranks determine which rows are in a file.
+In the state, a placeholder on the meta device replaces each tensor that was
+cut: it has the tensor's shape and dtype, and its path in the state is the
+tensor's name in the files.
 
 The files are in the safetensors format: a header in JSON, then the bytes. The
-safetensors library would copy whole files through memory of its own; here tensors of
-any size are written straight from their memory, and any range of a file is read
-straight into a tensor's.
+safetensors library would copy whole files through its own memory; here tensors
+of any size are written straight from their memory, and any range of a file is
+read straight into a tensor.
 """
 
 import contextlib
@@ -58,12 +59,13 @@ class Cut:
 
 
 def cut_rows(state: State, group: Group) -> Cut:
-    """Split the sharded tensors of a run's state, which itself is not changed.
+    """Split a run's state into this rank's rows of sharded tensors and the rest.
 
-    Every rank must have a state of the same structure.
+    Does not change the state. Every rank must have a state of the same
+    structure.
     """
     cut: dict[str, Tensor] = {}
-    stand_ins: dict[Place, Tensor] = {}  # tensors that are tied stay one
+    stand_ins: dict[Place, Tensor] = {}  # tied tensors share a stand-in
 
     def stand_in(tensor: Tensor, path: Place) -> Tensor:
         rows = _own_rows(tensor, group)
@@ -75,13 +77,17 @@ def cut_rows(state: State, group: Group) -> Cut:
         if not rows.numel() or place not in stand_ins:
             cut[name] = rows
             shape = tensor.shape
-            stand_ins[place] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            stand_ins[place] = torch.empty(
+                shape, dtype=tensor.dtype, device="meta"
+            )
         return stand_ins[place]
 
     return Cut(map_tree(stand_in, state), cut)
 
 
-def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    stream: BinaryIO | Any, tensors: Mapping[str, Tensor]
+) -> None:
     """Write tensors from any device, copying only one at a time to host memory."""
     header: State = {}
     end = 0
@@ -118,25 +124,29 @@ class TensorFile:
         while left:
             count = self._stream.readinto(left)  # type: ignore[attr-defined]
             if not count:
-                raise CheckpointError(f"it ends within {name}")
+                raise CheckpointError(f"the file ends within {name}")
             left = left[count:]
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor that is in host memory."""
+    """Return a contiguous tensor in host memory as bytes, without a copy."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class RowReader:
-    """Reads back a checkpoint's rows; each rank reads what it needs from any file."""
+    """Reads back a checkpoint's rows; each rank reads the rows it needs from any file."""
 
-    def __init__(self, storage: Storage, name: str, writers: int, state: Any) -> None:
-        """`writers` ranks wrote rows; `state` is what the checkpoint holds besides."""
+    def __init__(
+        self, storage: Storage, name: str, writers: int, state: Any
+    ) -> None:
+        """`writers` ranks wrote rows; `state` is the rest of the checkpoint."""
         self._storage = storage
         self._name = name
         self._writers = writers
         self._names: dict[int, str] = {}
-        self._state = state  # keeps the tensors alive whose identities are the keys
+        self._state = (
+            state  # keeps the tensors alive whose ids are keys of _names
+        )
         for path, tensor in tensors_in(state):
             if tensor.is_meta:
                 self._names.setdefault(id(tensor), _name(path))
@@ -151,11 +161,12 @@ class RowReader:
     ) -> Any:
         """Replace the placeholders in a part of the state by tensors in host memory.
 
-        Each gets the rows that belong to rank `rank` of `world_size`.
+        Each tensor gets the rows that belong to rank `rank` of `world_size`.
 
-        `place` makes the final tensor from these rows and the placeholder on the meta
-        device. Rows are instead copied into the tensor at the same place in `into` if
-        it has their shape and format. So at most one tensor is in memory twice.
+        `place` makes the final tensor from these rows and the placeholder on
+        the meta device. If `into` has, in the same position, a tensor of the
+        rows' shape and dtype, the rows are copied into that tensor instead. So
+        at most one tensor is in memory twice.
         """
         taken: dict[int, Any] = {}
         targets = dict(tensors_in(into))
@@ -183,10 +194,12 @@ class RowReader:
         files: dict[int, TensorFile],
         streams: contextlib.ExitStack,
     ) -> Tensor:
-        """Read a tensor's rows from the files that contain them, opening each once."""
+        """Read a tensor's rows from the files that contain them; open each file once."""
         count = stand_in.shape[0]
         name = self._names[id(stand_in)]
-        rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
+        rows = torch.empty(
+            (len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype
+        )
         step = len(_share(count, 0, self._writers))
         writers = range(ours.start // step, -(-ours.stop // step))
         for writer in writers if ours else ():
@@ -211,12 +224,14 @@ class RowReader:
                 ) from error
             except Exception as error:
                 words = f"{type(error).__name__}: {first_line(error)}"
-                raise CheckpointError(f"{file} cannot be read: {words}") from error
+                raise CheckpointError(
+                    f"{file} cannot be read: {words}"
+                ) from error
         return rows
 
 
 def _takes(target: Tensor, rows: Tensor) -> bool:
-    """Copy rows into a tensor if shape and format match; return whether they do."""
+    """Copy rows into a tensor if shape and dtype match; return whether they do."""
     is_like = target.shape == rows.shape and target.dtype == rows.dtype
     if is_like:
         target.copy_(rows)
@@ -230,14 +245,19 @@ def _share(count: int, rank: int, world_size: int) -> range:
 
 
 def _own_rows(tensor: Tensor, group: Group) -> Tensor | None:
-    """Return the rows of a tensor that this rank writes; None if it is not split."""
-    if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
+    """Return the rows of a tensor that this rank writes; None if rank 0 writes it all."""
+    if (
+        tensor.dim() == 0
+        or tensor.shape[0] == 0
+        or tensor.dtype not in FORMATS
+    ):
         return None
     if not is_shard(tensor):
         return None
     sharded: Any = tensor
     part = local(tensor)
-    by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
+    placements = sharded.placements
+    by_rows = len(placements) == 1 and placements[0].is_shard(0)
     by_all = sharded.device_mesh.size() == group.world_size
     own = _share(tensor.shape[0], group.rank, group.world_size)
     return part if by_rows and by_all and len(part) == len(own) else None

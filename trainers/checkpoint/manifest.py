@@ -47,20 +47,21 @@ class Manifest:
     files: dict[str, FileEntry]
     """The checkpoint's files, by name."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures at this very step, when it was evaluated; else empty.
-
-    Only finite ones.
+    """The finite figures of an evaluation at this very step; empty if this step
+    was not evaluated.
     """
     versions: dict[str, str] = field(default_factory=dict)
     config: Tree = field(default_factory=dict)
-    """The resolved TrainConfig that trained it."""
+    """The resolved TrainConfig of the run."""
     format: int = FORMAT
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`."""
         written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         finite = {
-            name: value for name, value in self.metrics.items() if math.isfinite(value)
+            name: value
+            for name, value in self.metrics.items()
+            if math.isfinite(value)
         }
         plain = json.loads(
             json.dumps({**asdict(self), "metrics": finite, "written": written})
@@ -69,25 +70,28 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Read `manifest.json`; CheckpointError says what is wrong with it."""
+        """Read `manifest.json`; CheckpointError if it is damaged or was changed."""
         try:
             tree = parse_json(data, Tree)
             tree.pop("seal", None)
-            if tree.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"its format is {show(tree.get('format'))}, this version reads {FORMAT}"
-                )
-            if seal(tree) != data:
-                raise CheckpointError("it does not match its seal")
-            return validated(tree, Manifest)
+            written_as = tree.get("format")
+            if written_as == FORMAT:
+                if seal(tree) != data:
+                    raise CheckpointError(
+                        "the content does not match the seal"
+                    )
+                return validated(tree, Manifest)
         except CheckpointError as error:
             raise CheckpointError(
                 f"its manifest is damaged or was changed: {error}"
             ) from None
+        raise CheckpointError(
+            f"its manifest has format {show(written_as)}, and this version of Paceline reads format {FORMAT}"
+        )
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank wrote its rows of the tensors (row_shards.py)."""
+        """Whether each rank wrote its rows of the tensors (_row_shards.py)."""
         return shard_file(0) in self.files
 
     def require_run(self, config: Mapping[str, Any]) -> None:
@@ -100,7 +104,7 @@ class Manifest:
             now = json.loads(json.dumps(config.get(key)))
             if was != now:
                 raise CheckpointError(
-                    f"it is of another run: it was trained with {key} {json.dumps(was)}, this run has {json.dumps(now)}"
+                    f"it belongs to another run: it was trained with {key} {json.dumps(was)}, and this run has {json.dumps(now)}"
                 )
 
 
@@ -116,12 +120,12 @@ def seal(tree: Tree) -> bytes:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file that holds one rank's random state."""
+    """Return the name of the file with one rank's random state."""
     return f"rank-{rank:05d}.pt"
 
 
 def shard_file(rank: int) -> str:
-    """Name of the file that holds one rank's rows of the tensors."""
+    """Return the name of the file with one rank's rows of the tensors."""
     return f"shard-{rank:05d}.safetensors"
 
 
@@ -132,18 +136,18 @@ def folder_name(step: int) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """Which metric makes an evaluation the best one, and in which direction."""
+    """The metric that ranks evaluations, and which direction is better."""
 
     metric: str
     smaller: bool
     key: str = "checkpoint.best"
-    """The key that names the metric."""
+    """The configuration key that names the metric."""
 
     @staticmethod
     def of(
         metric: str | None, mode: Mode | None, key: str = "checkpoint.best"
     ) -> Best | None:
-        """Return what a key names; None if it names no metric."""
+        """Make a Best from a metric and its mode; None without a metric."""
         if metric is None:
             return None
         return Best(metric, (mode or direction_of(metric)) == "min", key)
@@ -151,7 +155,7 @@ class Best:
     def improves(self, figures: Figures, before: float | None) -> bool:
         """Return whether an evaluation is strictly better than the value `before`.
 
-        NaN never is.
+        NaN is never better.
 
         Raises ConfigError if the task does not report this metric.
         """
@@ -162,9 +166,9 @@ class Best:
         return value < before if self.smaller else value > before
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
-        """Return the checkpoints whose step was evaluated, best first.
+        """Return the checkpoints that were evaluated for this metric, best first.
 
-        Among equal ones the earliest comes first.
+        Of equally good checkpoints, the earliest comes first.
         """
         values = {
             name: found.metrics[self.metric]
@@ -184,8 +188,13 @@ def surplus(
 ) -> list[str]:
     """Return which checkpoints in `names` to delete once `newest` is complete.
 
-    The last `keep` complete ones and the `best` are kept. Anything after `newest` can
-    only be a damaged leftover of steps that the run is repeating.
+    The last `keep` complete checkpoints and the `best` are kept. Anything
+    after `newest` can only be a damaged leftover of steps that the run is
+    repeating.
     """
-    stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest, best}
+    stay = {
+        *sorted(name for name in complete if name <= newest)[-keep:],
+        newest,
+        best,
+    }
     return sorted(set(names) - stay)

@@ -1,8 +1,9 @@
 """The training state of a run: when it is written, and how it is restored.
 
-It does not depend on strategy or number of workers: it uses the bare module's names, is
-split by rows if each rank writes its own (trainers/checkpoint/_row_shards.py), and is
-then read by rows or whole, as the run needs it.
+A checkpoint does not depend on strategy or number of workers. Its tensors are
+named as in the bare module. With a sharded model, each rank writes its rows
+(trainers/checkpoint/_row_shards.py); a resumed run reads rows or whole
+tensors, whichever its strategy needs.
 """
 
 import logging
@@ -27,11 +28,18 @@ from trainers.checkpoint.validation import (
     plain_numbers,
 )
 from trainers.config import TrainConfig
+from trainers.config.model import refuse_changes
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError, shorten
 from trainers.measure.run_log import RunLog
 from trainers.model.optimizer import optimizers_of
-from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
+from trainers.model.sharding import (
+    is_shard,
+    is_sharded,
+    place_rows,
+    shard_like,
+    whole,
+)
 from trainers.model.state import (
     add_buffers,
     apply_changes,
@@ -48,11 +56,11 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-# a file beside the run's that nobody has written to for so long is a killed process's
+# A temporary file unchanged for this long belongs to a killed process.
 _LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
-"""Options of an optimizer that say how its step is computed; they are this run's, not
-the checkpoint's.
+"""Options that only say how an optimizer computes its step: this run's are
+used, not the checkpoint's.
 """
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
@@ -63,10 +71,10 @@ _MOMENTS = frozenset(
 class Keeper:
     """Keeps the state and the log of one worker's run on storage.
 
-    Every rank must call every method but `due` equally often.
+    Every rank must call every method except `due` equally often.
 
-    `told` is called with the location of each checkpoint once it is complete, on every
-    rank in the same step.
+    `told` is called with the location of each checkpoint once it is complete,
+    on every rank in the same step.
     """
 
     def __init__(
@@ -94,7 +102,8 @@ class Keeper:
         )
         named = dict(parts.model.named_parameters(remove_duplicate=False))
         self._frozen = {
-            name: (named[name], named[name]._version) for name in parts.frozen or ()
+            name: (named[name], named[name]._version)
+            for name in parts.frozen or ()
         }
         self._left = self._sums_left()
         self.kept_step = -1
@@ -103,7 +112,9 @@ class Keeper:
     def due(self) -> bool:
         """Return whether `every_s` has passed on this rank since the last checkpoint."""
         every_s = self.config.checkpoint.every_s
-        return every_s is not None and time.monotonic() - self._kept_at > every_s
+        return (
+            every_s is not None and time.monotonic() - self._kept_at > every_s
+        )
 
     def keep(self, position: State, figures: Figures, at_once: bool) -> None:
         """Begin a checkpoint at `position`.
@@ -122,22 +133,30 @@ class Keeper:
         random_state = get_rng_state(self.parts.device)
         self.kept_step = step
         self._kept_at = time.monotonic()
-        # The log goes before the manifest: what is resumed must have its log.
+        # The log is written before the manifest: a complete checkpoint must
+        # have its log.
         if self.config.checkpoint.async_ and not at_once:
             write_log = self.log.part(step) if self.log is not None else None
-            self.checkpoints.start(step, state, random_state, figures, write_log, rows)
+            self.checkpoints.start(
+                step, state, random_state, figures, write_log, rows
+            )
             return
         if self.log is not None:
             self.log.flush(step)
-        self.told(self.checkpoints.save(step, state, random_state, figures, rows))
+        self.told(
+            self.checkpoints.save(step, state, random_state, figures, rows)
+        )
         self._kept_at = time.monotonic()
 
     def advance(self) -> None:
         """Advance the checkpoint being written, if there is one, by one phase.
 
-        Call it when no rank is `busy` with it.
+        Call this method when no rank is `busy` writing; otherwise it may have
+        to wait.
         """
-        where = self.checkpoints.advance() if self.checkpoints.pending else None
+        where = (
+            self.checkpoints.advance() if self.checkpoints.pending else None
+        )
         if where is not None:
             self.told(where)
 
@@ -154,9 +173,9 @@ class Keeper:
 
         Returns None if there is none.
 
-        A run without a checkpoint of its own starts from the newest one of the run in
-        `source`, if given; CheckpointError if that has none. `check` raises
-        CheckpointError for a position that this run cannot resume from.
+        A run that has no checkpoint yet starts from the newest one of the run
+        in `source`, if given; CheckpointError if that run has none. `check`
+        raises CheckpointError for a position that this run cannot resume from.
         """
 
         def check_position(loaded: Loaded) -> None:
@@ -170,12 +189,12 @@ class Keeper:
             if self.log is not None:
                 self.log.cut(self.kept_step)
         elif source is not None:
-            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(
-                *uses
-            )
+            loaded = Checkpoints(
+                source, self.parts.group, self.checkpoints.keep
+            ).load(*uses)
             if loaded is None:
                 raise CheckpointError(
-                    f"there is no complete checkpoint in {source.uri} to begin with"
+                    f"there is no complete checkpoint in {source.uri} to start from"
                 )
         if loaded is None:
             return None
@@ -221,7 +240,7 @@ class Keeper:
         return Cut(whole(cut.rest, self.parts.group), cut.rows)
 
     def _sums_left(self) -> dict[str, str]:
-        """Return, on rank 0, checksums of the task's tensors that no checkpoint has.
+        """Return, on rank 0, checksums of the task's tensors that checkpoints leave out.
 
         Empty if the task has its own state_dict(), which may contain them.
         """
@@ -230,10 +249,12 @@ class Keeper:
             or type(self.task).state_dict is not Task.state_dict
         ):
             return {}
-        return sums_of(left_beside(self.task, self.parts.model, self.parts.beside))
+        return sums_of(
+            left_beside(self.task, self.parts.model, self.parts.beside)
+        )
 
     def _warn_of_left(self) -> None:
-        """Warn once if training changes tensors of the task that no checkpoint has.
+        """Warn once if training changes tensors of the task that checkpoints leave out.
 
         An example is a teacher's moving average.
         """
@@ -243,8 +264,8 @@ class Keeper:
             if now.get(name, then) != then:
                 names.append(name)
         if names:
-            words = "training changes %s of the task, which no checkpoint has: %s; return them from its state_dict()"
-            rest = "a run that goes on, evaluate and predict have them as made"
+            words = "training changes %s of the task, which checkpoints leave out: %s; return such tensors from the task's state_dict()"
+            rest = "a resumed run, evaluate and predict use the initial values"
             logger.warning(words, shorten(names), rest)
             self._left = {}
 
@@ -252,15 +273,17 @@ class Keeper:
         """Raise ConfigError if a parameter that checkpoints leave out has changed."""
         for name, (parameter, version) in self._frozen.items():
             if parameter.requires_grad or parameter._version != version:
-                rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
+                rule = f"leaves out parameters that model() froze, and `{name}` has since been unfrozen or changed"
                 fix = "set `checkpoint.parameters: all`"
-                raise ConfigError("checkpoint.parameters", "trained", rule, fix)
+                raise ConfigError(
+                    "checkpoint.parameters", "trained", rule, fix
+                )
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that does not fit this run.
 
-        Raises ConfigError if its batch sizes, its number of samples or their order
-        differ.
+        Raises ConfigError if its batch sizes, its number of samples or the
+        order of samples differ from this run's.
         """
         parts = self.parts
         config = self.config
@@ -271,26 +294,32 @@ class Keeper:
         check_dtypes(state["model"], parts.model.state_dict())
         for name, part in self._optional():
             if (part is None) != (name not in state):
-                has = "no" if part is not None else "a"
-                raise CheckpointError(f"it has {has} {name}, unlike this run")
+                has = "no " if part is not None else ""
+                raise CheckpointError(f"it has {has}{name}, unlike this run")
             if part is not None:
                 part.check(state[name])
         sampler = parts.sampler
         sizes = sampler.batches.sizes if config.changes_batch else []
         order = ""
         if position.order:
-            sampler.set_epoch(sampler.batches.place(max(0, position.step - 1)).epoch)
+            sampler.set_epoch(
+                sampler.batches.place(max(0, position.step - 1)).epoch
+            )
             order = sampler.name()
-        for name, then, now in (
-            ("global_batch_size", position.global_batch_size, config.batch_size),
-            ("train_samples", position.train_samples, sampler.known_length),
-            ("batch_schedule", str(position.batch_sizes), str(sizes)),
-            ("order of samples", position.order, order),
-        ):
-            if then != now:
-                rule = f"differs from the {then} that checkpoint {loaded.name} was trained with"
-                fix = "train under another `name`, or start anew with --fresh"
-                raise ConfigError(name, now, rule, fix)
+        then = {
+            "global_batch_size": position.global_batch_size,
+            "train_samples": position.train_samples,
+            "batch_schedule": str(position.batch_sizes),
+            "order of samples": position.order,
+        }
+        now = {
+            "global_batch_size": config.batch_size,
+            "train_samples": sampler.known_length,
+            "batch_schedule": str(sizes),
+            "order of samples": order,
+        }
+        fix = "train under another `name`, or start over with --fresh"
+        refuse_changes(then, now, f"checkpoint {loaded.name}", fix)
 
     def _apply(self, loaded: Loaded) -> None:
         """Restore a loaded checkpoint.
@@ -306,7 +335,7 @@ class Keeper:
                 raise
             words = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"it does not fit this model: {' '.join(words.split())[:400]}"
+                f"it could not be loaded into this run ({' '.join(words.split())[:400]})"
             ) from error
 
     def _take(self, loaded: Loaded) -> None:
@@ -318,22 +347,27 @@ class Keeper:
             tree = loaded.state[section]
             if loaded.rows is not None and sharded:
                 place = partial(
-                    place_rows, like=next(filter(is_shard, parts.model.parameters()))
+                    place_rows,
+                    like=next(filter(is_shard, parts.model.parameters())),
                 )
-                tree = loaded.rows.fill(tree, group.rank, group.world_size, place, into)
+                tree = loaded.rows.fill(
+                    tree, group.rank, group.world_size, place, into
+                )
             elif loaded.rows is not None:
                 tree = loaded.rows.fill(tree, into=into)
             if sharded:
                 return shard_like(tree, like)
             return tree
 
-        # One after the other: no more is read than is taken next.
+        # Each part is read only when it is applied, to save memory.
         switched = loaded.state.get("switched", {})
         apply_changes(parts.model, switched)
         add_buffers(parts.model, switched, loaded.state["model"])
         model_state = parts.model.state_dict()
         load_model(
-            parts.model, read("model", model_state, into=model_state), parts.frozen
+            parts.model,
+            read("model", model_state, into=model_state),
+            parts.frozen,
         )
         load_beside(parts.beside, loaded.state.get("beside", {}))
         parts.optimizer.load_state_dict(
@@ -354,16 +388,17 @@ class Keeper:
 def _check_moments(optimizer: Optimizer) -> None:
     """Raise CheckpointError for moments that a fused step would read out of bounds.
 
-    Only of torch's own optimizers: what others keep, and in which shape, only their
-    code knows.
+    Only torch's own optimizers are checked: the state of others is unknown.
     """
     for part in filter(_is_torchs, optimizers_of(optimizer)):
         for parameter, moments in part.state.items():
             for name in _MOMENTS & moments.keys():
-                moment = moments[name]  # None of SGD without momentum
+                moment = moments[name]  # None for SGD without momentum
                 if moment is not None and moment.shape != parameter.shape:
-                    words = f"{name} is of {list(moment.shape)}, not {list(parameter.shape)}"
-                    raise CheckpointError(f"it does not fit this optimizer: {words}")
+                    words = f"{name} has shape {list(moment.shape)}, not {list(parameter.shape)}"
+                    raise CheckpointError(
+                        f"it does not fit this optimizer: {words}"
+                    )
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -374,11 +409,11 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 def match_layout(optimizer: Optimizer) -> None:
     """Give each moment the memory format of its parameter.
 
-    A checkpoint may come from a run with another format (`channels_last`), and fused
-    steps go through both in memory order.
+    A checkpoint may come from a run with another format (`channels_last`), and
+    fused steps go through parameter and moment in memory order.
 
-    Narrow moments, which are torchao's own kinds of tensors, are left alone: they have
-    a layout of their own.
+    Low-precision moments are not changed: torchao's tensor classes have their
+    own layout.
     """
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
@@ -387,15 +422,17 @@ def match_layout(optimizer: Optimizer) -> None:
                 continue
             if value.stride() != parameter.stride():
                 dtype = value.dtype
-                like = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                like = torch.empty_like(
+                    parameter, dtype=dtype, requires_grad=False
+                )
                 moments[name] = like.copy_(value)
 
 
 def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
     """Convert the saved state for this run's optimizer.
 
-    Tensors of a parameter's shape are sharded like the parameter. Options of how a step
-    is computed are this run's own.
+    Tensors of a parameter's shape are sharded like the parameter. Options that
+    only say how a step is computed stay those of this run.
     """
     groups = []
     state = {}
@@ -408,7 +445,9 @@ def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
     for theirs, ours in pairs:
         how = {option: ours[option] for option in _HOW if option in ours}
         groups.append({**ours, **theirs, **how})
-        for number, parameter in zip(theirs["params"], ours["params"], strict=True):
+        for number, parameter in zip(
+            theirs["params"], ours["params"], strict=True
+        ):
             entries = dict(saved["state"].get(number, {}))
             for name, value in entries.items():
                 if getattr(value, "shape", None) == parameter.shape:

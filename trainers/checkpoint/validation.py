@@ -1,7 +1,7 @@
 """Check the parts and the position of a loaded state before any of it is applied.
 
-Checksums prove that a checkpoint is what was written; these checks, that what was
-written is a run's state. Whether it fits, torch says as it loads it.
+Checksums prove that a checkpoint is what was written; these checks prove that
+what was written is a run's state.
 """
 
 import copy
@@ -51,7 +51,7 @@ class Position:
     evaluated_step: int
     total_steps: int = 0
     order: str = ""
-    """The name of the order of samples in its epoch."""
+    """The name of the order of samples in the epoch of `step`."""
     samples: str = ""
     """Digest of a few training samples."""
     held_back: str = ""
@@ -61,14 +61,14 @@ class Position:
     stream: StreamPlace | None = None
     """A stream's own state, if it has an exact one."""
     stream_mark: tuple[int, str] | None = None
-    """Digest of a stream's samples up to a row."""
+    """A Mark of a stream (trainers/data/stream.py)."""
     batch_sizes: list[tuple[int | None, int]] = field(default_factory=list)
     """The sizes of a batch schedule; empty if the size does not change."""
     reported: list[dict[str, float]] = field(default_factory=list)
     """Evaluations of a run that stores nothing else."""
     window: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sums of losses since the last window of the log, each with its number of steps;
-    empty if a regular window ended here.
+    """Sums of losses since the last window of the log, each with its number of
+    steps; empty if a regular window ended here.
     """
 
 
@@ -77,45 +77,50 @@ def check_state(state: State, name: str) -> Position:
 
     Raises CheckpointError if it is not the state of a run.
 
-    The task's own part is left to the task.
+    The task's own part is not checked.
     """
     if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
-            f"it is no checkpoint of ours: it has {'no' if wrong[0] in _SECTIONS else 'a'} {wrong[0][:80]}"
+            f"it is not a Paceline checkpoint: its state {'lacks' if wrong[0] in _SECTIONS else 'has'} `{wrong[0][:80]}`"
         )
     for section in sorted(set(state) - {"task"}):
         if not isinstance(state[section], dict):
-            raise CheckpointError(f"its {section} is no mapping")
+            raise CheckpointError(f"its {section} is not a mapping")
         check_plain(state[section], section)
     position = validated(state["position"], Position)
     if name != f"step-{position.step:012d}":
-        raise CheckpointError(f"its position is step {position.step}")
+        raise CheckpointError(
+            f"it holds step {position.step}, not the step of its name"
+        )
     return position
 
 
 def check_plain(tree: Any, what: str) -> None:
-    """Raise CheckpointError if a tensor in nested data is not dense and on the host.
+    """Raise CheckpointError unless every tensor in nested data is dense and on the host.
 
-    On the meta device are those that stand for tensors in other files.
+    Tensors on the meta device are accepted: they stand for tensors in other
+    files.
     """
     try:
         for _, tensor in tensors_in(tree):
-            if tensor.device.type not in ("cpu", "meta") or not is_dense(tensor):
+            if tensor.device.type not in ("cpu", "meta") or not is_dense(
+                tensor
+            ):
                 raise CheckpointError(
-                    f"its {what} holds a tensor that is not a dense one"
+                    f"its {what} holds a tensor that is not a dense CPU tensor"
                 )
     except RecursionError:
-        raise CheckpointError(f"its {what} is nested without end") from None
+        raise CheckpointError(f"its {what} is nested too deeply") from None
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is neither sparse, quantized nor of a class of its own."""
+    """Whether a tensor is neither sparse nor quantized nor of a library's subclass."""
     plain = tensor.layout is torch.strided and not tensor.is_quantized
     return plain and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def tensors_in(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the tensors of nested data with their places in it, in order."""
+    """Yield the tensors of nested data in order, each with its place."""
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, dict):
@@ -137,13 +142,14 @@ def map_tree(
     Args:
         function: Takes a tensor and its place, and returns what replaces it.
         tree: Nested data.
-        path: The place of `tree` in a larger one.
-        leaf: What becomes of anything else.
+        path: The place of `tree` in a larger nesting.
+        leaf: Takes any other value, and returns what replaces it.
     """
     if isinstance(tree, Tensor):
         return function(tree, path)
     if isinstance(tree, dict):
-        # With its attributes: a state_dict carries versions of its modules in one.
+        # A copy keeps attributes; one of a state_dict's attributes contains
+        # the versions of modules.
         copied = copy.copy(tree)
         for key, value in tree.items():
             copied[key] = map_tree(function, value, (*path, key), leaf)
@@ -159,7 +165,7 @@ def map_tree(
 def plain_numbers(tree: Any) -> Any:
     """Return the same nesting with Python's numbers in place of numpy's.
 
-    A checkpoint that holds numpy's cannot be loaded.
+    A checkpoint with numpy's numbers cannot be loaded.
     """
 
     def plain(value: Any) -> Any:
@@ -169,10 +175,10 @@ def plain_numbers(tree: Any) -> Any:
 
 
 def check_dtypes(saved: State, now: State) -> None:
-    """Raise CheckpointError if a model's tensor changed its kind of number.
+    """Raise CheckpointError if a model's tensor was saved as another kind of number.
 
-    Another width is accepted: a model may be evaluated in another precision than it was
-    trained in.
+    Another width is accepted: a model may be evaluated in another precision
+    than it was trained in.
     """
     for name, ours in now.items():
         theirs = saved.get(name)

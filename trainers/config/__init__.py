@@ -1,4 +1,4 @@
-"""Configuration: YAML to a checked model, and the reference of its keys."""
+"""Configuration: from YAML to validated settings, with a description of each key."""
 
 from trainers.config.train import TrainConfig
 

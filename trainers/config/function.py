@@ -1,4 +1,4 @@
-"""FunctionConfig: the file of a training function for Ray Train (`train_func`)."""
+"""FunctionConfig: the configuration of a run with a `train_func` for Ray Train."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KNOWN_KEYS = (*BATCH_KEYS, "precision")
 FUNCTION_IDENTITY = ("train_func", "train_loop_config")
 """Keys that decide what is learned."""
 _CONFIG = "train_loop_config"
-_OF_TASK = (
-    "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`"
-)
+_OF_TASK = "give the value in `train_loop_config`, which the `train_func` reads: this key is for a `task`"
 
 
 _FOREIGN: dict[str, tuple[str, ...] | str] = {
-    **dict.fromkeys([*TrainConfig.model_fields, *TrainConfig.foreign], _OF_TASK),
+    **dict.fromkeys(
+        [*TrainConfig.model_fields, *TrainConfig.foreign], _OF_TASK
+    ),
     **dict.fromkeys(BATCH_KEYS, "name the function's own key with `keys`"),
     "precision": "name the function's own key with `keys.precision`",
     "task": "keep one of `task` and `train_func`",
@@ -39,7 +39,7 @@ _FOREIGN: dict[str, tuple[str, ...] | str] = {
 
 
 def flat(tree: Mapping[Any, Any], before: str = "") -> Tree:
-    """Return a mapping without mappings in it: values by dotted key."""
+    """Flatten a nested mapping to values by dotted key."""
     found: Tree = {}
     for name, value in tree.items():
         key = f"{before}{name}"
@@ -54,8 +54,8 @@ class FunctionFailure(Settings):
     """Restarts of a function that fails."""
 
     max_failures: Restarts = 0
-    """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has
-    it; -1: no limit.
+    """How often the function is restarted from its newest checkpoint, as in
+    Ray's FailureConfig; -1: no limit.
     """
 
 
@@ -71,16 +71,17 @@ class FunctionConfig(Settings):
         examples=["my_script:train_func"],
         json_schema_extra={"rule": "must be `module:function`"},
     )
-    """The function that each worker calls, as `module:function`; the YAML's own
-    directory and those above it are searched.
+    """The function that each worker calls, as `module:function`, looked for
+    from the YAML file's directory upwards.
     """
     train_loop_config: Tree = Field(
         default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}]
     )
-    """What the function is called with."""
+    """The function's argument."""
     task_dir: Place = None
-    """Directory to search for the module of the task or function first; a relative one,
-    as `storage_path`, is below the working directory. Sweeps set it in best.yaml.
+    """Directory to search first for the module of `task` or `train_func`; if
+    relative, it is below the working directory, like `storage_path`. Sweeps
+    set it in best.yaml.
     """
     name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""
@@ -89,13 +90,14 @@ class FunctionConfig(Settings):
     $PACELINE_STORAGE, else ./results).
     """
     keys: dict[str, str] = Field(
-        default_factory=dict, examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}]
+        default_factory=dict,
+        examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}],
     )
-    """Which of the function's own keys hold `precision` (in its own words) and
+    """The function's keys that hold `precision` (in the function's terms) and
     `global_batch_size` or `batch_size_per_worker`, as `{global_batch_size:
     train_loop_config.batch_size}`.
 
-    Out of memory, the answer and figures go by them.
+    Sweeps use their values for memory limits, figures and the answer.
     """
     scaling: ScalingConfig = ScalingConfig()
     """Workers and what each of them gets."""
@@ -113,16 +115,16 @@ class FunctionConfig(Settings):
             value: Any = path
             rule = ""
             if name not in KNOWN_KEYS:
-                rule = "there is no such key"
-                listed = f"the keys here are {', '.join(KNOWN_KEYS)}"
+                rule = "is not a known key"
+                listed = f"use one of {', '.join(KNOWN_KEYS)}"
                 fix = did_you_mean(name, KNOWN_KEYS, listed)
             elif name == second and first in self.keys:
                 rule = f"conflicts with {first}"
                 fix = "keep one of the two"
             elif path not in known:
                 rule = f"names no key of {_CONFIG}"
-                listed = f"its keys are {', '.join(known)}"
-                fix = f"add it to `{_CONFIG}`"
+                listed = f"use one of {', '.join(known)}"
+                fix = f"add that key to `{_CONFIG}`"
                 if known:
                     fix = did_you_mean(path, known, listed)
             elif name in BATCH_KEYS and not _is_count(known[path]):
@@ -148,15 +150,15 @@ class FunctionConfig(Settings):
 
     @property
     def precision(self) -> str | None:
-        """The number format in the function's words; None where `keys` names none."""
+        """The number format in the function's terms; None where `keys` names none."""
         path = self.keys.get("precision")
         return None if path is None else str(self._flat[path])
 
     @property
     def others(self) -> Tree:
-        """The function's configuration without its batch size and without fractions.
+        """The function's configuration without its batch size and without floats.
 
-        Rates and probabilities take no memory.
+        Floats are assumed to be rates and probabilities, which need no memory.
         """
         sizes = [self.keys.get(name) for name in BATCH_KEYS]
         return {
@@ -173,8 +175,13 @@ def _is_count(value: Any) -> bool:
 RunConfig = TrainConfig | FunctionConfig
 
 
-def kind_of(tree: Mapping[str, Any]) -> type[TrainConfig] | type[FunctionConfig]:
-    """Return the model of a run's configuration: it has a `task`, or a `train_func`."""
+def kind_of(
+    tree: Mapping[str, Any],
+) -> type[TrainConfig] | type[FunctionConfig]:
+    """Return the class that validates a run's configuration.
+
+    FunctionConfig if the run has a `train_func`, else TrainConfig.
+    """
     return FunctionConfig if "train_func" in tree else TrainConfig
 
 

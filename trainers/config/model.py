@@ -1,6 +1,6 @@
-"""The base of all configuration models: keys, overrides, a sentence for each mistake.
+"""Settings, the base of all configuration classes: keys, overrides, error messages.
 
-No torch and no Ray here: a mistake in a file is said before either is imported.
+Imports neither torch nor Ray, so that mistakes are reported without delay.
 """
 
 import copy
@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from trainers.config.yaml import check_size, dump_inline
-from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
+from trainers.errors import (
+    MISSING,
+    ConfigError,
+    ConfigErrors,
+    did_you_mean,
+    show,
+)
 
 Tree = dict[str, Any]
 _RULES = {
@@ -32,7 +38,7 @@ _RULES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be one of {expected}",
-    "too_short": "must have at least {min_length} entries",
+    "too_short": "must have {min_length} or more entries",
     "too_long": "must have at most {max_length} entries",
     "string_too_short": "must not be empty",
     "finite_number": "must be a finite number",
@@ -41,7 +47,7 @@ _FEW = 8  # keys that a sentence may list
 
 
 class Settings(BaseModel):
-    """Base of every configuration model: strict, immutable, unknown keys refused."""
+    """Base of all configuration classes: strict, immutable, unknown keys refused."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -52,37 +58,52 @@ class Settings(BaseModel):
     )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of keys of which at most one may be set; an override of one replaces the
-    others.
+    """Groups of keys. At most one key of a group may be set; overriding one
+    removes the others.
     """
+    one_is_required: ClassVar[bool] = False
+    """Whether one key of each `exclusive` group must be set."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """For keys that have no effect alone: the key that they need."""
+    """Maps a key to another key, which must be set for the first to have an effect."""
     foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {}
-    """For names of other tools what they are here: dotted keys, or a sentence."""
+    """Maps another tool's name for a key to our dotted keys, or to a sentence to show."""
     holds: ClassVar[Mapping[str, type["Settings"]]] = {}
-    """The models of keys whose values are built by themselves."""
+    """Maps each key whose value is validated separately to its Settings class."""
     call: ClassVar[str] = ""
-    """The command whose `--help` lists all keys; set where a file begins."""
+    """The command whose `--help` lists all keys; set for the classes of whole files."""
 
     @model_validator(mode="after")
     def _check_exclusive(self) -> Self:
+        for key, needed in self.needs.items():
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            alone = is_set and not getattr(self, needed)
+            rule = f"has no effect without {needed}"
+            self.refuse_if(alone, key, rule, self._add(needed))
         for group in self.exclusive:
-            chosen = [name for name in group if getattr(self, name) is not None]
+            chosen = [
+                name for name in group if getattr(self, name) is not None
+            ]
             if len(chosen) > 1:
                 first, second = chosen[:2]
                 rule = f"conflicts with {first}"
                 self.refuse_if(True, second, rule, "keep one of the two")
-        for key, needed in self.needs.items():
-            alone = bool(getattr(self, key)) and not getattr(self, needed)
-            fix = f"add {example(needed, type(self).model_fields[needed])}"
-            self.refuse_if(alone, key, f"has no effect without {needed}", fix)
+            missing = self.one_is_required and not chosen
+            rule = f"or {' or '.join(group[1:])} is required"
+            self.refuse_if(missing, group[0], rule, self._add(group[0]))
         return self
 
-    def refuse_if(self, condition: bool, key: str, rule: str, fix: str) -> None:
-        """Raise ConfigError about a dotted key where `condition` holds."""
+    def _add(self, key: str) -> str:
+        return f"add {example(key, type(self).model_fields[key])}"
+
+    def refuse_if(
+        self, condition: bool, key: str, rule: str, fix: str
+    ) -> None:
+        """Raise ConfigError about a dotted key if `condition` holds."""
         if condition:
             value = _plain_value(attrgetter(key)(self))
-            raise ConfigError(key, MISSING if value is None else value, rule, fix)
+            raise ConfigError(
+                key, MISSING if value is None else value, rule, fix
+            )
 
     def tree(self) -> Tree:
         """Return plain data that builds the same settings again, without empty keys."""
@@ -90,7 +111,7 @@ class Settings(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             shown = _plain_value(value)
-            # A section without any: as in files of a version that did not have it.
+            # An empty section is left out, as in files of versions without it.
             is_bare = shown == {} and isinstance(value, Settings)
             if value is not None and not is_bare:
                 tree[field.alias or name] = shown
@@ -109,12 +130,17 @@ S = TypeVar("S", bound=Settings)
 
 
 def keys_of(model: type[Settings]) -> dict[str, FieldInfo]:
-    """Return a model's fields by the keys that users write (`async` is no Python name)."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
+    """Return a class's fields by the keys that users write: `async`, not `async_`."""
+    return {
+        field.alias or name: field
+        for name, field in model.model_fields.items()
+    }
 
 
-def child_model(model: type[Settings] | None, key: str) -> type[Settings] | None:
-    """The model of a key that holds one."""
+def child_model(
+    model: type[Settings] | None, key: str
+) -> type[Settings] | None:
+    """Return the Settings class of a key's value; None if the value is no section."""
     field = keys_of(model).get(key) if model else None
     return _model_in(field.annotation) if field else None
 
@@ -127,7 +153,7 @@ def _model_in(annotation: Any) -> type[Settings] | None:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; of any other type itself."""
+    """Return the members of a union, or any other type itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
@@ -138,7 +164,7 @@ def build(model: type[S], tree: Tree, source: str) -> S:
     try:
         return model.model_validate(tree)
     except ValidationError as invalid:
-        # Of a value that is no member of a union, the wrong types say least.
+        # If no member of a union fits, errors about types help least.
         problems = sorted(
             invalid.errors(include_url=False),
             key=lambda problem: problem["type"].endswith("_type"),
@@ -146,12 +172,12 @@ def build(model: type[S], tree: Tree, source: str) -> S:
         found: dict[str, ConfigError] = {}
         for problem in problems:
             error = _sentence(model, problem, source)
-            # A union reports every member: one sentence a field.
+            # A union reports one error per member: keep one per field.
             found.setdefault(error.field, error)
         errors = []
         for field, error in found.items():
-            # Where another member of the same union got further, its sentence is
-            # about a part of this value.
+            # If another member of the union got further, its error is about a
+            # part of this value: keep that one.
             part = (f"{field}.", f"{field}[")
             if not any(other.startswith(part) for other in found):
                 errors.append(error)
@@ -163,16 +189,18 @@ def build(model: type[S], tree: Tree, source: str) -> S:
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     kind = problem["type"]
     context = problem.get("ctx", {})
-    path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
+    path, owner, field = _locate(
+        model, problem["loc"], kind == "extra_forbidden"
+    )
     value = problem["input"]
     error = context.get("error")
     if kind == "extra_forbidden":
-        rule = "there is no such key"
+        rule = "is not a known key"
         fix = _instead(model, owner, path)
         path = path or '""'
     elif kind == "invalid_key":
         value = MISSING
-        rule = "has a key that is no text"
+        rule = "has a key that is not text"
         fix = "write it in quotes"
         path = path.rpartition("[")[0] or "the file"
     elif kind == "missing":
@@ -187,13 +215,16 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
         fix = error.fix
         path = ".".join(filter(None, (path, error.field)))
     else:
-        rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
+        rule = _RULES.get(kind, "is not valid ({msg})").format(
+            msg=problem["msg"], **context
+        )
         extra = field.json_schema_extra if field else None
-        # a field whose type is a union says its rule itself
+        # a field whose type is a union states its own rule
         if isinstance(extra, dict):
             rule = str(extra.get("rule", rule))
         if keys_of(owner).get(_leaf(path)) is not field:
-            # a key of a free mapping: the field's example is one of the whole mapping
+            # a key of a free mapping: the field's example shows the whole
+            # mapping
             field = None
         options = re.findall("'([^']*)'", str(context.get("expected", "")))
         fix = did_you_mean(value, options, f"write {example(path, field)}")
@@ -201,12 +232,12 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
 
 
 def _leaf(path: str) -> str:
-    """The last key of a dotted path, without the place in its list."""
+    """Return the last key of a dotted path, without a list index."""
     return path.rpartition(".")[2].partition("[")[0]
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
-    """Return the fix for an unknown key: its name here, its place, or a near name."""
+    """Return the fix for an unknown key: our name, its place, or a similar name."""
     above, _, leaf = path.rpartition(".")
     every = dict(_dotted(model))
     if path in every:  # written with dots, in a file or mapping
@@ -220,17 +251,21 @@ def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
     if isinstance(meant, str):
         return meant
     if meant:
-        named = [f"`{key}` ({_first(every[key].description)})" for key in meant]
+        named = [
+            f"`{key}` ({_first(every[key].description)})" for key in meant
+        ]
         return f"write {' or '.join(named)}"
-    listed = f"the keys here are {', '.join(siblings)}"
+    listed = f"use one of {', '.join(siblings)}"
     if model.call and len(siblings) > _FEW:
-        listed = f"`{model.call} --help` lists the keys"
+        listed = f"find the keys with `{model.call} --help`"
     before = f"{above}." if above else ""
     return did_you_mean(leaf, siblings, listed, lambda near: before + near)
 
 
-def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All keys of a model and of the models in it."""
+def _dotted(
+    model: type[Settings], prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield all keys of a Settings class, those of its sections included."""
     for key, field in keys_of(model).items():
         yield f"{prefix}{key}", field
         below = child_model(model, key) or model.holds.get(key)
@@ -239,7 +274,7 @@ def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def _first(description: str | None) -> str:
-    """The first clause of a description, to stand in a sentence."""
+    """Return the first clause of a description, for use in a sentence."""
     line = " ".join((description or "").split())
     return re.split(r"[.;:](?:\s|$)| \(", line)[0]
 
@@ -270,11 +305,11 @@ def _mapping_values(field: FieldInfo) -> Any:
 def _locate(
     model: type[Settings], loc: tuple[int | str, ...], unknown_key: bool
 ) -> tuple[str, type[Settings], FieldInfo | None]:
-    """Return a pydantic location as (dotted path, owner of its last key, that field).
+    """Return a pydantic location as (dotted path, class with its last key, that field).
 
-    Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are
-    no keys of ours and are left out; the last part of an unknown key is one, though no
-    model has it.
+    Parts that pydantic adds for union members (`int`, `list[any]`, a class's
+    name) are not keys, and are left out. The last part of an unknown key is
+    kept, though no class has it.
     """
     parts: list[str] = []
     owner = model
@@ -285,7 +320,9 @@ def _locate(
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
-            is_list = field is not None and get_origin(field.annotation) is list
+            is_list = (
+                field is not None and get_origin(field.annotation) is list
+            )
             if current is None and field is not None and is_list:
                 current = _model_in(get_args(field.annotation)[0])
             continue
@@ -307,7 +344,7 @@ def _locate(
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
-    """Set `dotted` in a nested mapping, in place, making the mappings on the way."""
+    """Set `dotted` in a nested mapping, in place, creating the mappings on the way."""
     *path, last = dotted.split(".")
     node = tree
     for part in path:
@@ -315,18 +352,20 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            rule = f"cannot go below `{part}`, which is not a mapping"
+            rule = f"is below `{part}`, which is not a mapping"
             raise ConfigError(dotted, value, rule, f"set `{part}` whole")
     node[last] = value
 
 
-def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
+def override(
+    model: type[Settings], tree: Tree, overrides: Mapping[str, Any]
+) -> Tree:
     """Return a copy of `tree` with `--dotted.key value` overrides applied.
 
     Setting one key of an exclusive group drops the others.
 
-    Raises ConfigError for what could not be read again from the file that a run keeps
-    of it.
+    Raises ConfigError if the result is too large or too deep to be read again
+    from the run's directory.
     """
     result = copy.deepcopy(tree)
     for dotted, value in overrides.items():
@@ -338,11 +377,34 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
             node = node.get(part) if isinstance(node, dict) else None
         others: set[str] = set()
         if owner and isinstance(node, dict):
-            others.update(*(group for group in owner.exclusive if leaf in group))
+            others.update(
+                *(group for group in owner.exclusive if leaf in group)
+            )
         for other in others:
-            # Where both were asked for: an error to come.
+            # If both are overridden, validation reports that.
             if ".".join([*path, other]) not in overrides:
                 node.pop(other, None)
         set_key(result, dotted, copy.deepcopy(value))
     check_size(result)
     return result
+
+
+def refuse_changes(
+    then: Tree, now: Tree, place: str, fix: str, source: str | None = None
+) -> None:
+    """Raise ConfigError for the first key whose value changed from `then` to `now`.
+
+    The message names `place` as the origin of the earlier value. Values are
+    compared as YAML: NaN equals NaN, and 1 is not true.
+    """
+    for key in sorted(then.keys() | now.keys()):
+        before = then.get(key)
+        after = now.get(key)
+        if dump_inline(before) != dump_inline(after):
+            raise ConfigError(
+                key,
+                after,
+                f"differs from {show(before)} in {place}",
+                fix,
+                source,
+            )

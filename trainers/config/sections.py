@@ -1,7 +1,6 @@
 """The sections of `train.yaml`, without torch, and the kinds of values that they share.
 
-Among these are the names of metrics: which direction is better, and whether an
-evaluation has one. See train.py on the descriptions.
+It also derives from a metric's name which direction is better.
 """
 
 from __future__ import annotations
@@ -16,20 +15,27 @@ from trainers.config.model import Settings
 from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean
 
 LARGEST = 2**31 - 1
-"""Of any count: what torch, numpy and Arrow take everywhere."""
+"""The largest count: torch, numpy and Arrow accept it everywhere."""
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Ends = Annotated[
+    list[Positive], Field(min_length=2, max_length=2), AfterValidator(sorted)
+]
+"""The least and the most of a count, in either order."""
 Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
-Seconds = Annotated[
-    float, Field(gt=0, le=1e9)
-]  # the longest that every clock and lock takes
+# The longest that every clock and lock accepts.
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
 PATH = r"^[^\x00-\x1f\x7f]+$"
 PATH_RULE = "must be a path or URI, without control characters"
 RunName = Annotated[
     str,
-    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
+    Field(
+        pattern=NAME,
+        examples=["digits"],
+        json_schema_extra={"rule": NAME_RULE},
+    ),
 ]
 Place = Annotated[
     str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
@@ -39,11 +45,11 @@ AutoOrBool = Annotated[
     Field(json_schema_extra={"rule": "must be auto, true or false"}),
 ]
 PHASE_FACTOR = 4
-"""How many times `hang_timeout_s` a phase without batches may take."""
+"""A phase without batches may take this factor times `hang_timeout_s`."""
 LEAST_PHASE_S = 60.0
-"""What such a phase may always take."""
+"""Seconds that a phase without batches may take in any case."""
 TRACKERS = ("mlflow", "wandb", "tensorboard")
-"""All but a user's own. Ours alone, `tensorboard`, needs no package."""
+"""All trackers except a user's own. Only `tensorboard` needs no package."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
@@ -79,16 +85,16 @@ _KNOWN: dict[str, Mode] = {
 _SPLIT = re.compile(
     r"^((train|val|valid|validation|test|eval|dev)[_/])?(binary|multiclass|multilabel)?"
 )
-"""In front of a name; torchmetrics' classes begin with their kind of task."""
+"""Prefixes of a name; torchmetrics' class names begin with their kind of task."""
 _NUMBER = re.compile(r"(_at_|[@_])?\d+$")
-"""At its end: acc1, rouge2, ndcg@10."""
+"""The number at a name's end: acc1, rouge2, ndcg@10."""
 
 
 def direction_of(metric: str) -> Mode | None:
     """Return whether less or more of a metric is better; None for an unknown name.
 
-    The split in front of a name and a number at its end do not count. scikit-learn's
-    `neg_` is in front of losses whose sign it has turned.
+    The split in front of a name and a number at its end are ignored.
+    scikit-learn's prefix `neg_` marks losses with their sign inverted.
     """
     name = _SPLIT.sub("", metric.lower())
     known = _known(name) or _known(_NUMBER.sub("", name))
@@ -102,7 +108,7 @@ def _known(name: str) -> Mode | None:
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
-    """Raise ConfigError where neither `mode` nor the metric's name says what is better."""
+    """Raise ConfigError if neither `mode` nor the metric's name says what is better."""
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
@@ -111,11 +117,13 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
-    """Raise ConfigError where an evaluation has no figure of the metric's name."""
+    """Raise ConfigError if an evaluation has no metric of this name."""
     names = sorted(figures)
     if metric not in names:
         fix = did_you_mean(metric, names, f"use one of {', '.join(names)}")
-        raise ConfigError(key, metric, "is no metric of this task's evaluation", fix)
+        raise ConfigError(
+            key, metric, "is not a metric of this task's evaluation", fix
+        )
 
 
 class ScheduledSize(Settings):
@@ -124,8 +132,9 @@ class ScheduledSize(Settings):
     until_samples: Annotated[int, Field(ge=1, le=10**12)] | None = Field(
         default=None, examples=[64000]
     )
-    """Samples until which it holds, counted from the start of the run over all epochs
-    and workers; every entry has it but the last one, whose size holds to the end.
+    """The size holds until the run has trained this many samples, over all
+    epochs and workers; required in every entry but the last, whose size holds
+    to the end.
     """
     size: Positive = Field(examples=[64])
     """Samples of one optimizer step over all workers."""
@@ -135,7 +144,7 @@ def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     """Raise ConfigError for a batch schedule that could be misread."""
     *untils, last = [scheduled.until_samples or 0 for scheduled in schedule]
     if last or untils != sorted({*untils} - {0}):
-        rule = "must have `until_samples`, which count from the start of the run, in every entry but the last one, whose size holds to the end"
+        rule = "must have an `until_samples` in every entry except the last, each larger than the one before (it counts from the start of the run)"
         fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
         raise ConfigError("", MISSING, rule, fix)
     return schedule
@@ -153,15 +162,15 @@ class OptimizerConfig(Settings):
 
     needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
 
-    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
-        "adamw"
-    )
-    """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are
-    torchao's, with narrow moments.
+    name: Literal[
+        "sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"
+    ] = "adamw"
+    """The algorithm, from torch.optim; adamw8bit, adamw4bit and adamwfp8 are
+    torchao's, with moments of low precision.
     """
     lr: float = Field(gt=0, examples=[0.001])
-    """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is
-    none).
+    """Learning rate at `lr_scaling.base_batch_size` (at any batch size if
+    `lr_scaling.rule` is none).
     """
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
@@ -189,46 +198,36 @@ class OptimizerConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """The learning rate's course."""
+    """The learning rate schedule."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    """Course after the warm-up: constant, or falling to zero at the last step.
+    """Shape after the warm-up: constant, or falling (linear, cosine) to zero
+    at the last step.
 
-    A scheduler of torch's comes from the task's `schedule()`.
+    The task's `schedule()` may return a torch scheduler instead.
     """
-    warmup: int | float = Field(
+    warmup: Count | Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0,
-        ge=0,
         examples=[100],
-        json_schema_extra={"rule": "must be a number of steps, or a share below 1"},
+        json_schema_extra={
+            "rule": "must be a whole number of steps, or a share below 1"
+        },
     )
     """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
-
-    @model_validator(mode="after")
-    def _steps_or_share(self) -> Self:
-        beyond = isinstance(self.warmup, float) and self.warmup >= 1
-        fix = "write steps as a whole number"
-        self.refuse_if(beyond, "warmup", "as a share must be below 1", fix)
-        return self
 
 
 class ScalingRule(Settings):
     """How the learning rate follows the batch size."""
 
+    needs: ClassVar[Mapping[str, str]] = {"rule": "base_batch_size"}
+
     rule: Literal["none", "linear", "sqrt", "sde"] = "none"
-    """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam
-    (Malladi et al. 2022), where betas, `eps`, decoupled weight decay and `ema.decay`
-    follow too.
+    """Scaling of the learning rate. linear: for SGD (Goyal et al. 2017); sqrt:
+    for Adam; sde: the whole rule for Adam (Malladi et al. 2022), which also
+    scales betas, `eps`, decoupled weight decay and `ema.decay`.
     """
     base_batch_size: Positive | None = Field(default=None, examples=[64])
     """The global batch size that `optimizer.lr` was chosen for."""
-
-    @model_validator(mode="after")
-    def _base_is_known(self) -> Self:
-        unknown = self.rule != "none" and self.base_batch_size is None
-        rule = "is what the rule scales from"
-        self.refuse_if(unknown, "base_batch_size", rule, "add `base_batch_size: 64`")
-        return self
 
     def ratio(self, size: int) -> float:
         """Return a global batch size as a multiple of the base; 1 without a rule."""
@@ -241,10 +240,10 @@ class EmaConfig(Settings):
     """An exponential moving average of the weights; off without a `decay`."""
 
     decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
-    """Share of the average that an update keeps.
+    """Weight of the old average in each update.
 
-    The average of parameters and floating buffers is what is evaluated, kept, exported
-    and predicted with.
+    Evaluations, checkpoints, export and predict use the average of parameters
+    and floating-point buffers.
     """
 
 
@@ -258,10 +257,10 @@ class EvaluateConfig(Settings):
     every_steps: Positive | None = Field(default=None, examples=[500])
     """Steps between two evaluations."""
     microbatch_size: Positive = 256
-    """Samples of one evaluation batch; fixed, so that figures do not depend on the
-    number of workers.
+    """Samples of one evaluation batch; fixed, so that figures do not depend on
+    the number of workers.
 
-    Where they depend on this size, that is said before the first step.
+    If figures depend on this size, a warning says so before the first step.
     """
 
 
@@ -274,15 +273,17 @@ class EarlyStoppingConfig(Settings):
         "metric": "patience",
     }
 
-    metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
-    """The figure of an evaluation that has to improve: else the run ends, as done."""
+    metric: str | None = Field(
+        default=None, min_length=1, examples=["val_loss"]
+    )
+    """The evaluation metric that must improve; otherwise the run ends as `done`."""
     mode: Mode | None = None
-    """Whether a small or a large one is good; known by itself of most names (loss, mae,
-    wer, accuracy, f1, bleu, ...; scikit-learn's neg_mean_squared_error), and required
-    of others.
+    """min if less is better, max if more is; derived from most metrics' names
+    (loss, mae, wer, accuracy, f1, bleu, ...), and required for others.
     """
     patience: Positive | None = Field(default=None, examples=[5])
-    """Evaluations without an improvement after which it ends; required with a metric.
+    """Evaluations without an improvement after which the run ends; required
+    with a metric.
     """
 
     @model_validator(mode="after")
@@ -300,40 +301,41 @@ class DataConfig(Settings):
     num_workers: int = Field(default=0, ge=0, le=1024, examples=[2])
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
-    """Microbatches that each loader process prepares ahead (torch's default when not
-    set).
+    """Microbatches that each loader process prepares ahead (torch's default
+    when not set).
     """
     pin_memory: AutoOrBool = "auto"
     """Page-locked host memory for faster copies; auto: on CUDA."""
     resident: AutoOrBool = "auto"
-    """A whole TensorDataset on the device; auto: if it takes at most a tenth of its
-    memory.
+    """Keep a whole TensorDataset on the device; auto: if it takes at most a
+    tenth of the device's memory, and `num_workers` is 0.
     """
 
 
 class ScalingConfig(Settings):
     """Workers and what each of them gets."""
 
-    num_workers: Positive | list[Positive] = Field(
+    num_workers: Positive | Ends = Field(
         default=1,
         examples=[2],
         json_schema_extra={
             "rule": "must be a whole number of at least 1, or [MIN, MAX]"
         },
     )
-    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher:
-    ray`.
+    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs
+    `launcher: ray`.
     """
     use_gpu: AutoOrBool = "auto"
-    """GPUs for the workers; auto: when the cluster (or this machine) has any."""
+    """Use GPUs; auto: if the cluster (or this machine) has any."""
     cpus_per_worker: Positive = 1
-    """CPU cores of one worker, and its number of compute threads under every launcher.
+    """CPU cores of one worker, and its number of compute threads under every
+    launcher.
     """
     gpus_per_worker: float = Field(default=1, gt=0, le=1024)
     """GPUs of one worker."""
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
-        "PACK"
-    )
+    placement_strategy: Literal[
+        "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
+    ] = "PACK"
     """Ray's placement of the workers on nodes."""
     label_selector: dict[str, str] = Field(
         default_factory=dict,
@@ -342,15 +344,6 @@ class ScalingConfig(Settings):
         },
     )
     """Labels of nodes that workers may run on."""
-
-    @model_validator(mode="after")
-    def _range(self) -> Self:
-        workers = self.num_workers
-        if isinstance(workers, list):
-            is_range = len(workers) == 2 and workers[0] <= workers[1]
-            rule = "must be [MIN, MAX] with MIN at most MAX"
-            self.refuse_if(not is_range, "num_workers", rule, "write [1, 4]")
-        return self
 
     @property
     def min_workers(self) -> int:
@@ -369,7 +362,7 @@ class ScalingConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When training state goes to storage; the last step is always written."""
+    """When training state is saved; after the last step it always is."""
 
     needs: ClassVar[Mapping[str, str]] = {"best_mode": "best"}
     exclusive = (("every_steps", "every_epochs", "every_s"),)
@@ -377,37 +370,40 @@ class CheckpointConfig(Settings):
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
     every_epochs: Positive | None = None
-    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs,
-    `every_s: 600`).
-
-    Trials of a sweep write none when no key is set.
+    """Epochs between two checkpoints. If no interval is set: 1, or `every_s:
+    600` for a stream without epochs; no checkpoints in trials of a sweep.
     """
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
     keep: Positive = 2
-    """Newest checkpoints that are kept."""
-    best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
-    """A metric of evaluation whose best checkpoint is kept too."""
+    """Number of newest checkpoints to keep."""
+    best: str | None = Field(
+        default=None, min_length=1, examples=["val_accuracy"]
+    )
+    """An evaluation metric whose best checkpoint is kept too."""
     best_mode: Mode | None = None
-    """Whether a small or a large `best` is good; known by itself as
-    `early_stopping.mode` is.
+    """min or max, with the meaning and default of `early_stopping.mode`.
     """
     parameters: Literal["all", "trained"] = "all"
-    """What of the model is written. trained: without the parameters that the task's
+    """Which parameters are saved. trained: all except those that the task's
     `model()` has frozen.
 
-    Whoever loads the checkpoint gets them from `model()`; if they have changed, it is
-    refused.
+    On loading, frozen ones come from `model()`; if they have changed, the
+    checkpoint is refused.
     """
     async_: bool = Field(default=False, alias="async")
-    """Copy the state to host memory in the loop, and write it to storage while training
-    goes on.
+    """Copy the state to host memory in the loop, and write it to storage while
+    training continues.
     """
 
     @property
     def says_when(self) -> bool:
-        """Whether a key says when."""
-        return (self.every_steps, self.every_epochs, self.every_s) != (None, None, None)
+        """Whether a key sets an interval."""
+        return (self.every_steps, self.every_epochs, self.every_s) != (
+            None,
+            None,
+            None,
+        )
 
     @model_validator(mode="after")
     def _has_a_direction(self) -> Self:
@@ -417,11 +413,11 @@ class CheckpointConfig(Settings):
 
 
 class DdpConfig(Settings):
-    """What only `strategy: ddp` has."""
+    """Settings of `strategy: ddp` only."""
 
     sync_batchnorm: bool = False
-    """BatchNorm by the statistics of all workers' microbatches together (torch's
-    SyncBatchNorm).
+    """Compute BatchNorm's statistics over the microbatches of all workers
+    (torch's SyncBatchNorm).
 
     GPUs only.
     """
@@ -439,19 +435,20 @@ class FailureConfig(Settings):
     out_of_host_memory: Restarts = POLICIES["out_of_host_memory"].restarts
     """The host ran out of memory."""
     hung: Restarts = POLICIES["hung"].restarts
-    """No step was made for `hang_timeout_s`, or a phase took longer than that allows.
+    """No batch came for `hang_timeout_s`, or a phase without batches took too
+    long.
     """
     hang_timeout_s: Seconds = 1800
-    """Seconds without a batch until the stacks of all ranks are saved and the workers
-    end.
+    """Seconds without a batch until the stacks of all ranks are saved and the
+    workers end.
 
     A phase without batches (import, setup, dataset, model, probe, compilation,
-    checkpoint, end) may take four times as long, and always 60.
+    checkpoint, end) may take four times as long (at least 60 s).
     """
 
     @property
     def of_phases_s(self) -> float:
-        """Seconds that a phase without steps may take."""
+        """Seconds that a phase without batches may take."""
         return max(LEAST_PHASE_S, PHASE_FACTOR * self.hang_timeout_s)
 
 
@@ -461,7 +458,7 @@ class TrackerConfig(Settings):
     tracker: str = Field(
         max_length=256,
         examples=["mlflow"],
-        description=f"{', '.join(TRACKERS)}, or a sink of your own as `module:Class`.",
+        description=f"{', '.join(TRACKERS)}, or your own sink as `module:Class`.",
     )
     project: str | None = Field(
         default=None, min_length=1, max_length=128, examples=["digits"]
@@ -470,20 +467,22 @@ class TrackerConfig(Settings):
 
 
 def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
-    """Return every entry of the key as a mapping has it."""
+    """Return every entry of `tracking` as a TrackerConfig."""
     return [
         TrackerConfig(tracker=entry) if isinstance(entry, str) else entry
         for entry in tracking
     ]
 
 
-def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
+def _check_trackers(
+    tracking: list[str | TrackerConfig],
+) -> list[str | TrackerConfig]:
     for entry in chosen(tracking):
         name = entry.tracker
         if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
-            listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
+            listed = f"use one of {', '.join(TRACKERS)}, or your own sink as `module:Class`"
             fix = did_you_mean(name, TRACKERS, listed)
-            raise ConfigError("", name, "is no tracker", fix)
+            raise ConfigError("", name, "is not a tracker", fix)
     return tracking
 
 
@@ -492,8 +491,8 @@ Tracking = Annotated[
     AfterValidator(_check_trackers),
     Field(
         examples=[["mlflow"]],
-        description=f"Trackers that get a run, or a sweep with its trials: {', '.join(TRACKERS)}, or your sink as "
-        "`module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say "
-        "where they are (MLFLOW_TRACKING_URI).",
+        description=f"Trackers that follow a run, or a sweep and its trials: {', '.join(TRACKERS)}, or your own sink as "
+        "`module:Class`. `{tracker: mlflow, project: digits}` sets the project. The trackers' own environment "
+        "variables set their addresses (MLFLOW_TRACKING_URI).",
     ),
 ]

@@ -1,6 +1,7 @@
-"""TrainConfig: everything that `train.yaml` may say, strict, without torch.
+"""TrainConfig: everything that `train.yaml` may say; imports no torch.
 
-The descriptions below the fields are also the text of `--help` and of docs/config.md.
+The descriptions below the fields are also the text of `--help` and of
+docs/config.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 import trainers.config.sections as sections
-from trainers.config.model import Settings, Tree, example
+from trainers.config.model import Settings, Tree
 from trainers.config.sections import (
     AutoOrBool,
     Count,
@@ -74,13 +75,15 @@ _NAMES = {
     "failure.error": "max_failures max_retries max_restarts retries",
     "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow tensorboard",
 }
-"""Of our keys what other tools call them; an error's fix says the name here."""
+"""Maps our keys to other tools' names for them; an error's fix gives our name."""
 _SMALLEST_HALF = 2.0**-24
 CAPTURING = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and
-gradients of the one before.
+"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs
+and gradients of the pass before.
 """
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
+Precision = Literal[
+    "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"
+]
 
 IDENTITY = (
     "task",
@@ -96,11 +99,11 @@ IDENTITY = (
     "clip_grad_norm",
     "ema",
 )
-"""Keys that decide what is learned. A run that goes on must not have changed them."""
+"""Keys that decide what is learned. A run that resumes must not have changed them."""
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
-    """Turn {our keys: other names, with a space between them} round."""
+    """Invert {our keys: other names}; in each text, spaces separate the names."""
     found: dict[str, tuple[str, ...] | str] = {}
     for keys, others in names.items():
         found |= dict.fromkeys(others.split(), tuple(keys.split()))
@@ -108,19 +111,19 @@ def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
 
 
 FOREIGN = by_name(_NAMES)
-"""By the other tool's name: our dotted keys, or a sentence where there is none."""
+"""Maps another tool's name to our dotted keys, or to a sentence if we have none."""
 for _names, _sentence in (
     (
         "sampler batch_sampler train_sampler shuffle",
-        "there is none: every sample is used once an epoch, in an order that follows from `seed` alone",
+        "define the task's `sampler()`; without one, every epoch uses each sample once, in an order that follows from `seed`",
     ),
     (
         "callbacks callback hooks",
-        "there are none: what is the task's own belongs into methods of the Task",
+        "put such code into methods of the Task",
     ),
     (
         "resume resume_from resume_from_checkpoint ckpt_path",
-        "a run goes on by itself; start it anew with --fresh",
+        "remove it: the same command resumes a run, and --fresh starts it over",
     ),
 ):
     FOREIGN |= dict.fromkeys(_names.split(), _sentence)
@@ -133,6 +136,7 @@ class TrainConfig(Settings):
         ("global_batch_size", "batch_size_per_worker", "batch_schedule"),
         ("epochs", "max_steps"),
     )
+    one_is_required = True
     foreign = FOREIGN
     call = "python -m trainers"
 
@@ -142,14 +146,15 @@ class TrainConfig(Settings):
         examples=["task:MyTask"],
         json_schema_extra={"rule": "must be `module:Class`"},
     )
-    """The Task to train, as `module:Class`; the YAML's own directory and those above it
-    are searched.
+    """The Task to train, as `module:Class`, looked for from the YAML file's
+    directory upwards.
     """
     task_args: Tree = Field(default_factory=dict)
     """Keyword arguments of the Task."""
     task_dir: Place = None
-    """Directory to search for the module of the task or function first; a relative one,
-    as `storage_path`, is below the working directory. Sweeps set it in best.yaml.
+    """Directory to search first for the module of `task` or `train_func`; if
+    relative, it is below the working directory, like `storage_path`. Sweeps
+    set it in best.yaml.
     """
     name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""
@@ -159,8 +164,8 @@ class TrainConfig(Settings):
     """
 
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as
-    a random split, is the same for every seed.
+    """Seed of weights, sample order, dropout and transforms; random choices in
+    `dataset()`, such as a random split, are the same for every seed.
     """
     deterministic: bool = False
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
@@ -172,88 +177,103 @@ class TrainConfig(Settings):
     max_steps: Positive | None = Field(default=None, examples=[10000])
     """Optimizer steps, in place of epochs."""
     max_time_s: Seconds | None = Field(default=None, examples=[3600])
-    """Seconds until the run writes a checkpoint and leaves; the same command goes on.
+    """Seconds until the run writes a checkpoint and stops; the same command
+    resumes it.
     """
     evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
     """Evaluation of the validation split."""
-    early_stopping: sections.EarlyStoppingConfig = sections.EarlyStoppingConfig()
+    early_stopping: sections.EarlyStoppingConfig = (
+        sections.EarlyStoppingConfig()
+    )
     """When the run ends before its last step."""
     log_every_steps: Positive = 50
-    """Steps whose mean loss makes one line of the log, and `train_loss`: the last one
-    has the steps that are left, and before the first one it is the mean so far.
+    """Steps over which the loss is averaged, for a line of the log and for
+    `train_loss`; the last line covers the steps left. Before the first line,
+    `train_loss` is the mean so far.
 
-    Evaluations, checkpoints and restarts change none of it.
+    Evaluations, checkpoints and restarts do not change these means.
     """
 
     global_batch_size: Positive | None = Field(default=None, examples=[64])
     """Samples of one optimizer step over all workers."""
     batch_size_per_worker: Positive | None = Field(default=None, examples=[32])
-    """The same for each worker; turned into global_batch_size once, at the start."""
+    """Samples of one optimizer step on each worker; converted to
+    `global_batch_size` at the start.
+    """
     batch_schedule: sections.BatchSizes | None = Field(
-        default=None, examples=[[{"until_samples": 64000, "size": 64}, {"size": 256}]]
+        default=None,
+        examples=[[{"until_samples": 64000, "size": 64}, {"size": 256}]],
     )
-    """Global batch sizes that follow one another, as `[{until_samples: 64000, size:
-    64}, {size: 256}]`: each holds until so many samples of the run, the last one to the
-    end.
+    """Global batch sizes one after another, as `[{until_samples: 64000, size:
+    64}, {size: 256}]`: each holds until the run has trained that many samples,
+    the last one to the end.
 
-    `lr_scaling` gives each its learning rate.
+    `lr_scaling` adapts the learning rate to each size.
     """
     drop_last: bool = False
-    """Leave out the last, shorter step of an epoch (default: it is trained, weighted by
-    its samples).
+    """Leave out the last, shorter step of an epoch (default: it is trained,
+    weighted by its samples).
     """
     microbatch_size: Literal["auto"] | Positive = Field(
         default="auto",
         examples=[16],
-        json_schema_extra={"rule": "must be auto or a whole number of at least 1"},
+        json_schema_extra={
+            "rule": "must be auto or a whole number of at least 1"
+        },
     )
-    """Samples of one forward pass on one worker; accumulation follows. auto: a whole
-    share, halved until it fits.
+    """Samples of one forward pass on one worker; gradients accumulate over a
+    step. auto: the worker's share of a step, halved until it fits.
     """
 
     precision: Precision = "fp32"
-    """Number formats of parameters, autocast and matmul: the table is in
-    trainers/model/precision.py.
+    """Number formats. tf32: fp32 with products in TF32; bf16, fp16: autocast
+    (fp16 also scales the loss); fp8: bf16 with Linear layers in float8;
+    bf16-pure, fp16-pure: all in that format, parameters too.
     """
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
-    """torch.compile of the model by mode; with fsdp, of each sharded block by itself."""
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = (
+        "off"
+    )
+    """Mode of torch.compile for the model; with fsdp, each sharded block is
+    compiled separately.
+    """
     fullgraph: bool = False
     """Make a graph break in the model an error."""
     cuda_graphs: AutoOrBool = "auto"
-    """Capture whole steps as CUDA graphs, with one worker and a fused optimizer.
+    """Capture whole steps as CUDA graphs, with one worker and a fused
+    optimizer.
 
-    Replays run no Python code of the task, and end where they differ from plain steps.
-    auto: on a GPU, if steps are 3 % faster.
+    Replays run no Python code of the task, and are given up if they differ
+    from plain steps. auto: on a GPU, if steps are 3 % faster.
     """
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Compute activations again in the backward pass, in blocks that a ModuleList or
-    Sequential repeats. full: all of a block; selective: all but matrix products,
-    convolutions and attention.
+    """Recompute activations in the backward pass, in blocks that a ModuleList
+    or Sequential repeats. full: all of a block; selective: all but
+    matrix products, convolutions and attention.
 
     Losses stay the same.
     """
     channels_last: AutoOrBool = "auto"
-    """Memory format of 4-D parameters and batches; auto: channels last for convolutions
-    on CUDA.
+    """Memory format of 4-D parameters and batches; auto: channels last for
+    convolutions on CUDA.
     """
     strategy: Literal["ddp", "fsdp", "dp", "none"] = "ddp"
-    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp:
-    torch's DataParallel, one process on all its GPUs; none: a single worker, no
-    wrapper.
+    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2);
+    dp: torch's DataParallel, one process on all its GPUs; none: a single
+    worker, no wrapper.
     """
     ddp: sections.DdpConfig = sections.DdpConfig()
-    """What only `strategy: ddp` has."""
+    """Settings of `strategy: ddp` only."""
 
     optimizer: sections.OptimizerConfig = Field(
         examples=[{"name": "adamw", "lr": 0.001}]
     )
     """The optimizer."""
     lr_schedule: sections.ScheduleConfig = sections.ScheduleConfig()
-    """The learning rate's course."""
+    """The learning rate schedule."""
     lr_scaling: sections.ScalingRule = sections.ScalingRule()
     """How the learning rate follows the batch size."""
     clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
-    """Largest norm of the gradient; larger ones are scaled down to it."""
+    """Largest norm of the gradient; a larger one is scaled down to this norm."""
     ema: sections.EmaConfig = sections.EmaConfig()
     """Moving average of the weights."""
 
@@ -262,28 +282,19 @@ class TrainConfig(Settings):
     scaling: sections.ScalingConfig = sections.ScalingConfig()
     """Workers and what each of them gets."""
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
-    """When training state goes to storage."""
+    """When training state is saved."""
     failure: sections.FailureConfig = sections.FailureConfig()
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list)
     profile_steps: Count = Field(default=0, examples=[5])
-    """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
-    directory.
+    """Steps that torch.profiler records after the warm-up, to `profile/` in
+    the run's directory.
     """
     launcher: Literal["ray", "local", "spawn"] = "ray"
-    """What starts the workers: Ray, nothing (local: one worker in this process), or
-    this process (spawn: all on this machine); torchrun, where it has started this
-    process, takes its place.
+    """What starts the workers: Ray, nothing (local: one worker in this
+    process), or this process (spawn: all on this machine). Ignored if torchrun
+    has started this process.
     """
-
-    @model_validator(mode="after")
-    def _one_of_each_group(self) -> Self:
-        for group in self.exclusive:
-            first, second, *_ = group
-            missing = all(getattr(self, name) is None for name in group)
-            fix = f"add {example(first, type(self).model_fields[first])}"
-            self.refuse_if(missing, first, f"or {second} is required", fix)
-        return self
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
@@ -313,9 +324,10 @@ class TrainConfig(Settings):
             ),
             (
                 strategy == "fsdp"
-                and self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8"),
+                and self.optimizer.name
+                in ("adamw8bit", "adamw4bit", "adamwfp8"),
                 "optimizer.name",
-                "has blocks that shards would cut",
+                "stores moments in blocks, which sharding would cut",
                 "set `name: adamw`",
             ),
             (
@@ -327,7 +339,7 @@ class TrainConfig(Settings):
             (
                 self.precision == "fp8" and compiled == "off",
                 "compile",
-                "is not for precision fp8, which needs a compiled model, torchao and a GPU of capability 8.9",
+                "does not work with precision fp8, which needs a compiled model",
                 default,
             ),
             (
@@ -337,10 +349,15 @@ class TrainConfig(Settings):
                 "set `rule: linear`",
             ),
             (
-                (strategy == "dp" and (compiled != "off" or again))
-                or (strategy == "fsdp" and captures),
+                strategy == "dp" and (compiled != "off" or again),
                 "strategy",
-                "goes with neither `compile` nor `activation_checkpointing` (dp), nor with captured graphs (fsdp)",
+                "supports neither `compile` nor `activation_checkpointing`",
+                ddp,
+            ),
+            (
+                strategy == "fsdp" and captures,
+                "strategy",
+                f"does not support `compile: {compiled}`, which captures CUDA graphs",
                 ddp,
             ),
             (
@@ -359,7 +376,7 @@ class TrainConfig(Settings):
                     or strategy in ("fsdp", "dp")
                 ),
                 "cuda_graphs",
-                "needs one CUDA worker with its replica, and neither activation_checkpointing nor graphs of `compile`",
+                "needs one worker on CUDA, without strategy fsdp or dp, activation_checkpointing, or a `compile` mode that captures graphs",
                 "set `cuda_graphs: false`",
             ),
             (
@@ -388,34 +405,44 @@ class TrainConfig(Settings):
     def _eps_survives(self) -> Self:
         if self.precision != "fp16-pure" or self.optimizer.name == "sgd":
             return self
-        eps = self.optimizer.eps or 1e-8
+        given = eps = self.optimizer.eps or 1e-8
         if self.lr_scaling.rule == "sde":
             eps /= math.sqrt(self.lr_scaling.ratio(self.batch_size))
         if eps < _SMALLEST_HALF:
-            rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
+            rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step would divide by zero"
+            if eps != given:
+                rule = f"becomes {eps:.1e} by `lr_scaling`, which {rule}"
             fix = "set `eps: 1e-4`, or use precision fp16"
-            raise ConfigError("optimizer.eps", eps, rule, fix)
+            raise ConfigError("optimizer.eps", given, rule, fix)
         return self
 
     def with_global_batch(self) -> TrainConfig:
-        """The same run with `batch_size_per_worker` turned into `global_batch_size`."""
+        """Return the run with `batch_size_per_worker` converted to `global_batch_size`."""
         if self.batch_size_per_worker is None:
             return self
         return self.model_copy(
-            update={"global_batch_size": self.batch_size, "batch_size_per_worker": None}
+            update={
+                "global_batch_size": self.batch_size,
+                "batch_size_per_worker": None,
+            }
         )
 
     @property
     def batch_size(self) -> int:
-        """Samples of one optimizer step over all workers; the most where that changes."""
+        """Samples of one optimizer step over all workers; the most if the size changes."""
         return max(size for _, size in self.batch_sizes)
 
     @property
     def batch_sizes(self) -> list[tuple[int | None, int]]:
-        """Global batch sizes in order, each with its last sample, or None."""
+        """Global batch sizes in order, each with its `until_samples`."""
         if self.batch_schedule is not None:
-            return [(entry.until_samples, entry.size) for entry in self.batch_schedule]
-        of_workers = (self.batch_size_per_worker or 0) * self.scaling.max_workers
+            return [
+                (entry.until_samples, entry.size)
+                for entry in self.batch_schedule
+            ]
+        of_workers = (
+            self.batch_size_per_worker or 0
+        ) * self.scaling.max_workers
         return [(None, self.global_batch_size or of_workers)]
 
     @property

@@ -1,9 +1,7 @@
-"""Read and write YAML of plain data, within limits, whoever wrote it.
+"""Read and write YAML of plain data, within limits that make any file safe to read.
 
-1.2 for our own files, 1.1 for those of Ray.
-
-PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows every
-alias.
+Our files are YAML 1.2, Ray's are 1.1. PyYAML's own loader reads only 1.1,
+where `off` is false and `1e-3` is text, and expands every alias.
 """
 
 import re
@@ -13,16 +11,16 @@ from typing import Any, NoReturn
 
 import yaml
 
-from trainers.errors import MISSING, ConfigError, first_line
+from trainers.errors import MISSING, ConfigError, did_you_mean, first_line
 
 LONGEST = 2**19
-"""Characters of a text."""
+"""The most characters of a text."""
 MOST_VALUES = 12_000
-"""Values of a text, each alias counted as all that it stands for; every 64 characters
-of a scalar are one more.
+"""The most values of a text. An alias counts as all that it stands for, and
+every 64 characters of a scalar as one more value.
 """
 DEEPEST = 64
-"""Levels of mappings and lists in each other, through aliases as well."""
+"""The most levels of nested mappings and lists, aliases included."""
 _YAML = "tag:yaml.org,2002:"
 
 # https://yaml.org/spec/1.2.2/#103-core-schema
@@ -35,20 +33,23 @@ _CORE_SCHEMA = {
 
 
 class _Loader1_1(yaml.SafeLoader):  # noqa: N801
-    """PyYAML's safe loader with limits, which refuses a key that stands twice."""
+    """PyYAML's safe loader with limits, which refuses duplicate keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._seen: set[int] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # Before it brings in the keys of a merge, which those written here replace.
+        # Check before PyYAML adds the keys of a merge: a key that is written
+        # here may replace a merged one.
         if id(node) not in self._seen:
             self._seen.add(id(node))
             self._check_keys(node)
         super().flatten_mapping(node)
         if len(node.value) > MOST_VALUES:
-            _refuse(node, f"merges more than {MOST_VALUES} keys", "write fewer")
+            _refuse(
+                node, f"merges more than {MOST_VALUES} keys", "write fewer"
+            )
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
         keys = set()
@@ -57,18 +58,18 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
                 continue
             key = self.construct_object(key_node, deep=True)
             if key in keys:
-                rule = f"is the key `{key}`, which stands twice in one mapping"
-                _refuse(key_node, rule, "remove one")
+                rule = f"repeats the key `{key}` of the same mapping"
+                _refuse(key_node, rule, "remove one of the two")
             keys.add(key)
 
 
 class _Loader1_2(_Loader1_1):  # noqa: N801
-    """The same with the YAML 1.2 core schema."""
+    """PyYAML's safe loader with limits, and with the YAML 1.2 core schema."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML copies it)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
-        """`017` is 17, other than in YAML 1.1."""
+        """Read `017` as 17, unlike YAML 1.1."""
         text = str(self.construct_scalar(node))
         if text[:2] in ("0o", "0x"):
             return int(text, 0)
@@ -86,7 +87,11 @@ def _refuse(node: Any, rule: str, fix: str) -> NoReturn:
 
 
 def _place(mark: Any) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+    return (
+        f"line {mark.line + 1}, column {mark.column + 1}"
+        if mark
+        else "the file"
+    )
 
 
 for _kind, _pattern in _CORE_SCHEMA.items():
@@ -101,12 +106,15 @@ _Loader1_2.yaml_constructors = {
 }
 _Loader1_1.yaml_constructors = {
     **_Loader1_2.yaml_constructors,
-    **{f"{_YAML}{_kind}": _SAFE[f"{_YAML}{_kind}"] for _kind in ("int", "timestamp")},
+    **{
+        f"{_YAML}{_kind}": _SAFE[f"{_YAML}{_kind}"]
+        for _kind in ("int", "timestamp")
+    },
 }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write what `_Loader1_2` reads, with quotes around words that mean something else."""
+    """Writes what `_Loader1_2` reads: quotes text that would be read as another value."""
 
     yaml_implicit_resolvers = _Loader1_2.yaml_implicit_resolvers
 
@@ -123,7 +131,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_typed(text: str, source: str) -> Any:
-    """Read a value of the command line, of which no part may be a comment by mistake."""
+    """Read a command-line value; ConfigError if YAML takes its end for a comment."""
     value = parse_yaml(text, source)
     kept = "" if value is None else value
     typed = text.strip()
@@ -152,33 +160,44 @@ def _all_documents(loader: _Loader1_1) -> list[Any]:
     return documents
 
 
-_OF_TAGS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What PyYAML raises for `!!int` in front of what is none."""
+_OF_TAGS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+"""What PyYAML raises for a wrong tag, such as `!!int` in front of text."""
 
 
 def _parse(
-    loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str
+    loader: type[_Loader1_1],
+    read: Callable[[Any], Any],
+    text: str,
+    source: str,
 ) -> Any:
     if len(text) > LONGEST:
         rule = f"is longer than {LONGEST} characters"
-        raise _refused(rule, "write less in it", source)
+        raise _refused(rule, "shorten the file", source)
     try:
         tree = read(loader(text))
         check_size(tree)
         return tree
     except RecursionError as error:
-        raise _refused("is nested too deep", "flatten it", source) from error
+        raise _refused("is nested too deeply", "flatten it", source) from error
     except ConfigError as error:
         raise error.at(source) from None
     except (yaml.YAMLError, *_OF_TAGS) as error:
         where = _place(getattr(error, "problem_mark", None))
         problem = getattr(error, "problem", None) or first_line(error)
         fix = "fix the syntax or the tag there"
-        raise _refused(f"is not YAML ({problem})", fix, source, where) from error
+        raise _refused(
+            f"is not YAML ({problem})", fix, source, where
+        ) from error
 
 
 def check_size(tree: Any) -> None:
-    """Raise ConfigError for plain data that is too much, or too deep, for a file."""
+    """Raise ConfigError for plain data that is too large or too deep for a file."""
     waiting = [(tree, 0)]
     count = 0
     while waiting:
@@ -195,22 +214,29 @@ def check_size(tree: Any) -> None:
             rule = f"is nested deeper than {DEEPEST} levels, or has more than {MOST_VALUES} values"
             raise _refused(
                 f"{rule} (an alias counts as all that it stands for)",
-                "keep what is long in a file of its own",
+                "move long values to a separate file",
             )
         waiting += [(part, level + 1) for part in inner]
 
 
 def read_text(path: Path, source: str) -> str:
-    """Read a text file of this machine.
+    """Read a local text file, up to one character more than a file may have.
 
-    Raises FileNotFoundError, and ConfigError for what cannot be read or is no text.
+    Raises ConfigError if it does not exist, cannot be read or is not text.
     """
+    rule = "is not there"
+    fix = "name another"
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(LONGEST + 1)
     except FileNotFoundError:
-        raise
+        beside = [file.name for file in path.parent.glob("*.y*ml")]
+        fix = did_you_mean(
+            path.name, beside, fix, lambda near: str(path.parent / near)
+        )
     except (OSError, ValueError) as error:
-        raise _refused(f"cannot be read ({error})", "name another", source) from error
+        rule = f"cannot be read ({error})"
+    raise _refused(rule, fix, source)
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
@@ -225,14 +251,18 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
 def dump_yaml(tree: Mapping[str, Any]) -> str:
     """Return plain data as YAML 1.2 in the order given.
 
-    ConfigError where it is more than can be read again.
+    Raises ConfigError if it is too long to be read again.
     """
     text: str = yaml.dump(
-        dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
+        dict(tree),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=110,
     )
     if len(text) > LONGEST:
         rule = f"would fill a file of more than {LONGEST} characters"
-        fix = "keep what is long in a file that the task reads"
+        fix = "move long values to a file that the task reads"
         raise _refused(rule, fix, where="the configuration")
     return text
 
@@ -240,13 +270,13 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
 def is_plain_text(text: str) -> bool:
     """Return whether YAML 1.2 reads this as text even without quotes.
 
-    It reads `1`, `true`, `~` and nothing at all as other values.
+    It reads `1`, `true`, `~` and the empty text as other values.
     """
     patterns = _CORE_SCHEMA.values()
     return not any(re.fullmatch(pattern, text) for pattern in patterns)
 
 
 def dump_inline(value: Any) -> str:
-    """Plain data as YAML 1.2 in flow style, for a sentence."""
+    """Return plain data as YAML 1.2 in flow style, for use in a sentence."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
     return text.removesuffix("...\n").strip()

@@ -1,7 +1,7 @@
 """Batches: nested tensors, how to go through them, and how to read them from a dataset.
 
-A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset, is asked for
-a whole batch at once; any other for one sample at a time.
+A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset, is
+asked for a whole batch in one call; any other, for one sample at a time.
 """
 
 import copy
@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 from trainers.errors import ConfigError
 
 Batch = Any
-"""Any nesting of tensors (tuple, list, mapping, dataclass); as a rule their first
-dimension counts samples.
+"""Any nesting of tensors (tuple, list, mapping, dataclass), whose first
+dimension usually counts samples.
 """
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch from a list of samples."""
@@ -29,7 +29,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
     """Return the key and value of each item of a nested batch; None for a leaf."""
     if isinstance(batch, PackedSequence):
-        # Without `batch_sizes`, which torch wants on the host.
+        # Without `batch_sizes`, which torch needs on the host.
         names = ["data", "sorted_indices", "unsorted_indices"]
     elif isinstance(batch, (tuple, list)):
         return list(enumerate(batch))
@@ -61,7 +61,7 @@ def num_samples(batch: Batch) -> int:
         if tensor.ndim:
             return tensor.shape[0]
     raise ValueError(
-        "the batch has no tensor with a first dimension to count samples by: override `weight()`"
+        "the batch has no tensor with a first dimension that counts samples: override `weight()`"
     )
 
 
@@ -70,8 +70,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
     Other leaves are left as they are.
 
-    A mapping becomes a copy of its own type that keeps its other attributes (such as
-    the encodings of a BatchEncoding); an immutable mapping becomes a dict.
+    A mapping becomes a copy of the same type that keeps its other attributes
+    (such as the encodings of a BatchEncoding); an immutable mapping becomes a
+    dict.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -113,18 +114,25 @@ def _with_items(
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:
-    """Return one batch of a map-style dataset, read at once if it supports that.
+    """Return one batch of a map-style dataset.
+
+    It is read with a single call if the dataset has `__getitems__`.
 
     Raises:
-        ConfigError: Its tensors have a gradient: a loader's process would drop them
-            without a word, and a pass that is thrown away would change the data.
+        ConfigError: The batch's tensors require a gradient: a loader's process
+            would drop gradients silently, and a throw-away pass would change
+            the data.
     """
     rows = np.asarray(indices, dtype=np.int64)
-    if type(dataset) is TensorDataset:  # not a subclass, which may give something else
+    # Not a subclass, which may give something else.
+    if type(dataset) is TensorDataset:
         _require_data(dataset.tensors, dataset)
         chosen = torch.from_numpy(rows)
-        # A copy a row: indexing with [] copies number by number, ten times slower.
-        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)
+        # Copies row by row; indexing with [] copies number by number, ten
+        # times slower.
+        return tuple(
+            tensor.index_select(0, chosen) for tensor in dataset.tensors
+        )
     batch = _read(dataset, rows, collate)
     _require_data(tensors_of(batch), dataset)
     return batch
@@ -135,8 +143,8 @@ def _require_data(tensors: Sequence[Tensor], dataset: Dataset[Any]) -> None:
         raise ConfigError(
             "dataset",
             type(dataset).__name__,
-            "gives tensors that require a gradient, and samples are read apart from the model",
-            "detach() them; to differentiate by inputs, call requires_grad_() in forward()",
+            "gives tensors that require a gradient, which cannot flow back through the reading of samples",
+            "detach() them; to differentiate with respect to inputs, call requires_grad_() in forward()",
         )
 
 

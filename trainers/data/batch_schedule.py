@@ -1,11 +1,11 @@
 """The batch size of each step: turns samples into steps, and steps into samples.
 
-A size holds until the run has trained a given number of samples, over all epochs and
-ranks. The first sample of a step determines its size. A step is cut short at the end of
-an epoch and where the size changes, so both happen exactly at the number of samples
-asked for. With `drop_last` no step is short: the leftover samples of an epoch are
-skipped (and not counted), and the size changes with the first step that begins at or
-after the given number.
+A size holds until the run has trained a given number of samples, over all
+epochs and ranks. The first sample of a step determines its size. A step is cut
+short at the end of an epoch and where the size changes, so the size changes
+exactly at the given number of samples. With `drop_last` no step is short: the
+leftover samples of an epoch are skipped (and not counted), and the size
+changes with the first step that begins at or after the given number.
 """
 
 from bisect import bisect_right
@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 Sizes = Sequence[tuple[int | None, int]]
-"""Batch sizes in order, each with the number of samples of the run until which it
-holds; the last one holds to the end (None).
+"""Batch sizes in order, each with the number of trained samples at which it
+ends; the last size holds to the end of the run (None).
 """
 ENDLESS = 2**62
 """Length of an epoch that is longer than any run."""
 
 
 class Place(NamedTuple):
-    """The epoch of a step, and its number in that epoch."""
+    """Where a step of the run is."""
 
     epoch: int
     number: int
@@ -69,21 +69,20 @@ class _Epochs:
 
 
 class BatchSchedule:
-    """Steps and samples of a run whose batch size changes at given samples, or never.
-
-    Every answer takes the same time, however far away a step is.
-    """
+    """Steps and samples of a run whose batch size may change at given samples."""
 
     def __init__(
         self, sizes: int | Sizes, length: int, drop_last: bool = False
     ) -> None:
-        """`length`: samples of an epoch."""
+        """`length` is the number of samples in an epoch."""
         if isinstance(sizes, int):
             sizes = [(None, sizes)]
         self.sizes: Sizes = list(sizes)
         self.length = length
         self.drop_last = drop_last
-        self._ends = [until for until, _ in self.sizes[:-1] if until is not None]
+        self._ends = [
+            until for until, _ in self.sizes[:-1] if until is not None
+        ]
         self._runs = list(self._lay_out())
 
     @property
@@ -116,14 +115,16 @@ class BatchSchedule:
         return run.sample + (epoch - run.epoch) * run.samples + start
 
     def step_at(self, sample: int) -> int:
-        """Return the first step before which at least `sample` samples are trained."""
+        """Return the first step before which the run trained at least `sample` samples."""
         run = _last(self._runs, "sample", sample)
         epochs, within = divmod(sample - run.sample, run.samples)
         before = run.step + epochs * run.steps
         if within == 0:
             return before
         stretch = _last(run.stretches, "start", within)
-        return before + stretch.index - (stretch.start - within) // stretch.size
+        return (
+            before + stretch.index - (stretch.start - within) // stretch.size
+        )
 
     def epochs(self, step: int) -> float:
         """Return how many epochs are done before a step, including the fraction."""
@@ -169,8 +170,8 @@ class BatchSchedule:
             number = bisect_right(self._ends, sample)
             if number == len(self._ends) or not run.steps:
                 return
-            # As many as lie wholly before the size changes; else the one in which it
-            # does.
+            # The epochs that lie wholly before the size changes, or the one in
+            # which it changes.
             left = self._ends[number] - sample - self.length
             count = max(1, left // run.samples + 1)
             epoch += count
@@ -178,7 +179,7 @@ class BatchSchedule:
             sample += count * run.samples
 
     def _cut(self, sample: int) -> Iterator[_Stretch]:
-        """Divide an epoch into stretches; the run has trained `sample` before it."""
+        """Divide an epoch into stretches; the run trained `sample` samples before it."""
         index = start = 0
         while start < self.length:
             number = bisect_right(self._ends, sample + start)

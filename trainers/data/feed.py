@@ -1,7 +1,8 @@
-"""Batches on the device: resident tensors, or whole batches copied one ahead.
+"""Batches on the device: from tensors that are resident there, or copied to it.
 
-Resident tensors are indexed on the device. Other batches are fetched here or by a
-DataLoader, and copied on a stream of their own.
+Resident tensors are indexed on the device. Other batches are fetched here or
+by a DataLoader. To a GPU they are copied on a separate CUDA stream, one batch
+ahead if a DataLoader fetches them.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from trainers.data.stream import Rereadable, Stream
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
 
-# of the device's memory, over all workers of the device: leaves the rest to training
+# share of the device's memory for the data of all its workers; training needs
+# the rest
 _RESIDENT_SHARE = 0.1
 _END = object()
 _DEEPEST = 6
-"""How deep objects are followed: a subset, its dataset, its transforms, one of them,
-its settings.
+"""How deep attributes are followed: a subset, its dataset, its transforms, one
+of them, its settings.
 """
 _MOST = 10_000
 _MOST_OF_ONE = 100
 _SMALL_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, bytes)
-_copy_stream = functools.cache(
-    torch.cuda.Stream
-)  # one of a device: torch keeps the memory of every stream apart
+# One per device: torch does not share memory between streams.
+_copy_stream = functools.cache(torch.cuda.Stream)
 
 
 class _Asked:
-    """The batches requested of the loader, which its workers read anew each epoch."""
+    """The loader's sampler: the requested batches, which are set before each epoch."""
 
     def __init__(self) -> None:
         self.batches: Iterable[tuple[Rows, int | None]] = ()
@@ -61,8 +62,8 @@ class _Asked:
 class _WholeBatches(Dataset[Any]):
     """A dataset whose items are whole batches, for the DataLoader.
 
-    An index is an array of rows and an optional seed; an item is a batch that can be
-    pinned.
+    An index is an array of rows and an optional seed; an item is a batch that
+    can be pinned.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
@@ -104,11 +105,11 @@ class Feed:
     ) -> None:
         """Copy the data to the device, or make the loader.
 
-        `transform` is called with each batch on the device, and whether it is for
-        training; None leaves batches unchanged.
+        `transform` is called as `transform(batch, training)` for each batch,
+        once it is on the device; None leaves batches unchanged.
 
-        `sharers` is how many workers share the device's memory: on a CPU, those of one
-        host.
+        `sharers` is how many workers share the device's memory: on a CPU,
+        those of one host.
         """
         self.dataset = dataset
         self.device = device
@@ -117,14 +118,16 @@ class Feed:
         self.beat: Callable[[], None] = lambda: None
         """Called for every batch, to show that the loop makes progress."""
         self.most: int | None = None
-        """Samples that an evaluation takes at once, after more ran out of memory."""
+        """The most samples of an evaluation batch, if a larger one did not fit."""
         self.resident: tuple[Tensor, ...] | None = None
         if self._is_resident(config, sharers):
             self._make_resident()
         self._copied = held_by(dataset, collate)
         """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self.most_loaders = 1 if isinstance(dataset, (Stream, Rereadable)) else None
+        self.most_loaders = (
+            1 if isinstance(dataset, (Stream, Rereadable)) else None
+        )
         """The most loader processes that can read the data; None without a limit."""
         self._source = _WholeBatches(dataset, collate)
         self._asked = _Asked()
@@ -155,19 +158,23 @@ class Feed:
                 raise ConfigError(
                     "data.resident",
                     config.resident,
-                    f"needs a TensorDataset, and this is a {type(self.dataset).__name__}",
+                    f"needs a TensorDataset, and the dataset is a {type(self.dataset).__name__}",
                     "set `data.resident: false`",
                 )
             return False
         if config.resident != "auto":
             return config.resident
-        wanted = sharers * sum(tensor.nbytes for tensor in self.dataset.tensors)
+        wanted = sharers * sum(
+            tensor.nbytes for tensor in self.dataset.tensors
+        )
         most = _RESIDENT_SHARE * total_memory_bytes(self.device)
         return config.num_workers == 0 and wanted <= most
 
     def _make_resident(self) -> None:
         dataset: Any = self.dataset
-        self.resident = tuple(tensor.to(self.device) for tensor in dataset.tensors)
+        self.resident = tuple(
+            tensor.to(self.device) for tensor in dataset.tensors
+        )
 
     def batches(
         self,
@@ -177,9 +184,9 @@ class Feed:
     ) -> Iterator[Batch]:
         """Yield a transformed batch on the device for each int64 index tensor.
 
-        With `seeds`, one per batch, random numbers that a loader process draws for a
-        batch depend on its seed alone; in evaluation, so do those drawn in this
-        process.
+        With `seeds`, one per batch, the random numbers that a loader process
+        draws for a batch depend only on the batch's seed. In evaluation, this
+        also holds for those that this process draws.
         """
         self._renew()
         none = itertools.repeat(None)
@@ -206,7 +213,8 @@ class Feed:
         if not (batches := list(microbatches)):
             return
         rows = torch.cat(batches)
-        # One copy for the whole epoch, which waits for no step of the one before.
+        # One copy for the whole epoch, which does not wait for steps of the
+        # previous one.
         rows = (rows.pin_memory() if self._pins else rows).to(
             self.device, non_blocking=self._pins
         )
@@ -231,9 +239,9 @@ class Feed:
     def _renew(self) -> None:
         """Copy the dataset again if the task has changed it since the last copy.
 
-        The same holds for what its collate function refers to.
+        Changes to what the collate function refers to count as well.
         """
-        if isinstance(self.dataset, (Stream, Rereadable)):  # read in one place
+        if isinstance(self.dataset, (Stream, Rereadable)):  # one process reads
             return
         if self.resident is None and self._loader is None:
             return
@@ -245,7 +253,7 @@ class Feed:
             self._copied = held_by(self.dataset, self._collate)
 
     def _taken(self, loaded: Pinnable) -> Batch:
-        """Return the batch, after passing on what came with it to the stream."""
+        """Return the batch; first hand the state that came with it to the stream."""
         if self._stream is not None:
             self._stream.receive(loaded.beside)
         return loaded.batch
@@ -284,9 +292,10 @@ class Pinnable:
 
 
 class Copies:
-    """Copies batches on a CUDA stream of its own.
+    """Copies batches on a separate CUDA stream.
 
-    Neither method waits for the device if the host memory is page-locked.
+    `begin` and `hand_over` do not wait for the device if the host memory is
+    page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -294,7 +303,7 @@ class Copies:
         self._stream = _copy_stream(device)
 
     def begin(self, batch: Batch) -> Batch:
-        """Start the copy; return the batch on the device before it is complete."""
+        """Start copying a batch to the device; return the new batch without waiting."""
 
         def copy(tensor: Tensor) -> Tensor:
             if not _strided(tensor):
@@ -310,7 +319,7 @@ class Copies:
         computing.wait_stream(self._stream)
 
         def settle(tensor: Tensor) -> Tensor:
-            # Sparse or jagged: record_stream does not know them.
+            # record_stream does not know sparse and jagged tensors.
             if not _strided(tensor):
                 return tensor.to(self._device)
             tensor.record_stream(computing)  # type: ignore[no-untyped-call, unused-ignore]
@@ -328,18 +337,24 @@ def to_device(
 ) -> Iterator[Batch]:
     """Return an iterator over the same batches on `device`, in order.
 
-    With `ahead`, the next batch's copy begins before the current batch is yielded. Use
-    it only if other processes load the batches: making a batch in this process may draw
-    random numbers, which must not happen before a checkpoint of the current step.
+    With `ahead`, the next batch's copy begins before the current batch is
+    yielded. Use `ahead` only if other processes load the batches: making a
+    batch in this process may draw random numbers, which must not happen before
+    a checkpoint of the current step.
     """
     if device.type == "cpu":
         return batches
     if device.type == "cuda":
         return copied(batches, Copies(device), ahead)
-    return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
+    return (
+        map_tensors(lambda tensor: tensor.to(device), batch)
+        for batch in batches
+    )
 
 
-def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Batch]:
+def copied(
+    batches: Iterator[Batch], copies: Copies, ahead: bool
+) -> Iterator[Batch]:
     """Yield the batches, copied to the device by `copies`."""
     begun = map(copies.begin, batches)
     if not ahead:
@@ -347,7 +362,8 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
         return
     coming = next(begun, _END)
     while coming is not _END:
-        # Waits for this batch's copy alone: the next one's is not in the stream yet.
+        # Waits only for this batch's copy: the next one's is not in the stream
+        # yet.
         ready = copies.hand_over(coming)
         coming = next(begun, _END)
         yield ready
@@ -356,10 +372,12 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
 def held_by(*things: Any) -> list[Any]:
     """Return the given things and, recursively, their attributes and items.
 
-    For tensors it includes how often they were written to. It does not look inside
-    models, classes, modules or large arrays.
+    For tensors, it also returns how often they were written to. It does not
+    look inside models, classes, modules or large arrays.
     """
-    every = itertools.chain.from_iterable(_held(thing, _DEEPEST) for thing in things)
+    every = itertools.chain.from_iterable(
+        _held(thing, _DEEPEST) for thing in things
+    )
     return list(itertools.islice(every, _MOST))
 
 
@@ -377,14 +395,18 @@ def _held(thing: Any, deeper: int) -> Iterator[Any]:
         yield thing._version
     if isinstance(thing, np.ndarray) and thing.nbytes <= _SMALL_BYTES:
         yield hash(thing.tobytes())
-    if not deeper or isinstance(thing, (*_PLAIN, Tensor, nn.Module, type, ModuleType)):
+    if not deeper or isinstance(
+        thing, (*_PLAIN, Tensor, nn.Module, type, ModuleType)
+    ):
         return
     owner = thing.__self__ if inspect.ismethod(thing) else thing
     items: Any = getattr(owner, "__dict__", ())
     if isinstance(thing, (list, tuple, dict)):
         items = thing
-        with contextlib.suppress(Exception):  # where something in it is not hashable
-            yield hash((*thing.items(),) if isinstance(thing, dict) else (*thing,))
+        with contextlib.suppress(Exception):  # an item may not be hashable
+            yield hash(
+                (*thing.items(),) if isinstance(thing, dict) else (*thing,)
+            )
     if isinstance(items, Mapping):
         items = items.values()
     for part in itertools.islice(items, _MOST_OF_ONE):

@@ -1,13 +1,13 @@
 """Which samples belong to which step, and whether the splits are suitable.
 
-Steps do not depend on the number of workers: they follow from seed, epoch and batch
-sizes. Each epoch has one order, by default a seeded permutation; each step takes the
-next samples in it, as many as trainers/data/batch_schedule.py says; ranks and
-microbatches only divide them. So a run can be resumed mid-epoch on another number of
-workers with the same samples.
+Steps do not depend on the number of workers: they follow from seed, epoch and
+batch sizes. Each epoch has one order, by default a seeded permutation; each
+step takes the next samples in it, as many as trainers/data/batch_schedule.py
+says. Ranks and microbatches only divide these samples. So a run can be resumed
+mid-epoch on another number of workers with the same samples.
 
-Checks of the splits only read what is cheap: the rows of a Subset, the bytes of a small
-TensorDataset, the first samples of any other dataset.
+The splits are checked by what is cheap to read: the rows of a Subset, the
+bytes of a small TensorDataset, the first samples of any other dataset.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Subset,
     TensorDataset,
 )
@@ -29,31 +30,40 @@ from torch.utils.data import (
 from trainers.data.batch import Rows, fetch
 from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.data.stream import Rereadable, Stream, digest
-from trainers.devices.device import drawn_alike, get_rng_state, seed_all, set_rng_state
-from trainers.devices.group import Group
+from trainers.devices.device import (
+    drawn_alike,
+    get_rng_state,
+    seed_all,
+    set_rng_state,
+)
 from trainers.errors import MISSING, ConfigError
 
 _SMALL_BYTES = 2**25
 _FEW = 4
-"""How many samples of any other dataset are read."""
+"""Samples to read of a dataset that is not a small TensorDataset."""
 _SHARE = 0.1
-"""Share of validation rows found in training, below which they may be equal by chance.
+"""Up to this share of validation rows may equal training rows by chance.
 """
 _FRAMES = ("pandas", "polars", "pyarrow", "cudf")
-_FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
+_FIX = "draw the split from a generator with its own seed; if samples themselves are random, derive their seed from `split`"
 
 
 class Drawn:
     """The samples that a sampler draws, epoch by epoch.
 
-    It runs under a seed of the run and the epoch. So what it draws from the global
-    generators of Python, numpy and torch, or from a torch generator in its attribute
-    `generator`, is the same on every rank and after a resume. `set_epoch` is called if
-    it has one. The caller's random state is preserved.
+    The global generators of Python, numpy and torch, and a torch generator in
+    the sampler's attribute `generator`, are first seeded with the run's seed
+    plus the epoch. So the samples are the same on every rank and after a
+    resume. The sampler's `set_epoch` is called if it has one. The caller's
+    random state is preserved.
     """
 
     def __init__(
-        self, sampler: Iterable[int], num_samples: int, seed: int, device: torch.device
+        self,
+        sampler: Iterable[int],
+        num_samples: int,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self._sampler = sampler
         self._num_samples = num_samples
@@ -64,7 +74,7 @@ class Drawn:
         self.length = len(order)
         if not torch.equal(order, self(0)):
             raise self._refused(
-                "gives another order when it is asked again for the same epoch",
+                "gives a different order when asked again for the same epoch",
                 "draw from torch's global generator, or from one that `set_epoch` seeds",
             )
 
@@ -77,14 +87,17 @@ class Drawn:
         sampler: Any = self._sampler
         try:
             seed_all(self._seed + epoch)
-            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            if isinstance(
+                getattr(sampler, "generator", None), torch.Generator
+            ):
                 sampler.generator.manual_seed(self._seed + epoch)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             numbers = np.fromiter(map(operator.index, sampler), np.int64)
         except (TypeError, OverflowError) as error:
             raise self._refused(
-                f"must give whole numbers, a sample each: {error}", "no batches of them"
+                f"must give whole numbers, one per sample: {error}",
+                "give indices, not batches of them",
             ) from error
         finally:
             set_rng_state(kept, self._device)
@@ -92,13 +105,13 @@ class Drawn:
             raise self._refused("gives no sample", "give at least one")
         if numbers.min() < 0 or numbers.max() >= self._num_samples:
             raise self._refused(
-                f"gives samples {numbers.min()} to {numbers.max()} of a dataset with {self._num_samples}",
-                "give numbers from 0 to the dataset's length",
+                f"gives indices {numbers.min()} to {numbers.max()} for a dataset of {self._num_samples} samples",
+                f"give indices from 0 to {self._num_samples - 1}",
             )
         if epoch and len(numbers) != self.length:
             raise self._refused(
-                f"gives {len(numbers)} samples in epoch {epoch}, and {self.length} in the first",
-                "give as many in every epoch",
+                f"gives {len(numbers)} samples in epoch {epoch} and {self.length} in epoch 0",
+                "give the same number in every epoch",
             )
         return torch.from_numpy(numbers)
 
@@ -109,8 +122,8 @@ class Drawn:
 class StepSampler(DistributedSampler[int]):
     """A torch DistributedSampler that also deals samples out by step.
 
-    Iterating it gives what torch's class gives (padded, interleaved); `share` gives
-    steps without padding. Call `set_epoch` before each epoch.
+    Iterating over it gives what torch's class gives (padded, interleaved);
+    `share` gives steps without padding. Call `set_epoch` before each epoch.
     """
 
     def __init__(
@@ -128,21 +141,22 @@ class StepSampler(DistributedSampler[int]):
         """Take torch's own arguments, and two more.
 
         Args:
-            dataset: What the samples are of; it must have a length.
-            num_replicas: Ranks that share the samples; None: those of the process group.
-            rank: This one of them; None: as in the process group.
-            shuffle: Whether each epoch has an order of its own.
-            seed: What the orders follow from, alike on all ranks.
+            dataset: The samples; it must have a length.
+            num_replicas: Ranks that share the samples; None: those of the
+                process group.
+            rank: This rank; None: that in the process group.
+            shuffle: Whether each epoch has a different order.
+            seed: Seed of the orders, equal on all ranks.
             drop_last: Whether to leave out a last step that is not full.
-            global_batch_size: One size, or several that follow one another.
-            drawn: Orders that steps are dealt out of instead; they may give a sample
-                twice, or never.
+            global_batch_size: One size, or a sequence of sizes.
+            drawn: Orders that replace torch's; they may give a sample twice,
+                or never.
         """
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.drawn = drawn
         self.length = len(dataset) if drawn is None else drawn.length  # type: ignore[arg-type]
         self.of_stream = False
-        """Whether samples are dealt out as they come, over the length of the run."""
+        """Whether samples come from a stream; the whole run then counts as one epoch."""
         self.batches = BatchSchedule(global_batch_size, self.length, drop_last)
         self._permutation: tuple[int, Tensor] | None = None
 
@@ -161,7 +175,7 @@ class StepSampler(DistributedSampler[int]):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return this epoch's samples from `start` to `stop`: int64 [stop - start].
 
-        They are the same on every rank. Do not modify the tensor.
+        The samples are the same on every rank. Do not modify the tensor.
         """
         if self.drawn is None and not self.shuffle:
             return torch.arange(start, min(stop, self.length))
@@ -169,8 +183,10 @@ class StepSampler(DistributedSampler[int]):
             if self.drawn is not None:
                 order = self.drawn(self.epoch)
             else:
-                # As torch's class seeds it.
-                generator = torch.Generator().manual_seed(self.seed + self.epoch)
+                # Seeded as in torch's class.
+                generator = torch.Generator().manual_seed(
+                    self.seed + self.epoch
+                )
                 order = torch.randperm(self.length, generator=generator)
             self._permutation = (self.epoch, order)
         return self._permutation[1][start:stop]
@@ -209,8 +225,8 @@ class StepSampler(DistributedSampler[int]):
     def anchor(self, step: int) -> Tensor:
         """Return the first sample of the step: int64 [1].
 
-        A rank without samples of its own computes it at weight zero, to take part in
-        collectives.
+        A rank without samples computes this sample with weight zero, to take
+        part in collectives.
         """
         start, _ = self.batches.bounds(self.epoch, step)
         return self.rows(start, start + 1)
@@ -218,16 +234,21 @@ class StepSampler(DistributedSampler[int]):
     def plan(
         self, step: int, microbatch_size: int, even: bool = False
     ) -> tuple[list[Tensor], list[int]]:
-        """Return this rank's microbatches of a step, and how many samples each counts.
+        """Return this rank's microbatches of a step, and the sample count of each.
 
-        An empty microbatch is replaced by one sample that counts 0. With `even`, every
-        rank has equally many, for a model whose forward is a collective.
+        An empty microbatch is replaced by one sample that counts as 0. With
+        `even`, every rank has equally many microbatches, for a model whose
+        forward is a collective.
         """
         share = self.share(step)
-        largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
+        largest = (
+            -(-self.step_size(step) // self.num_replicas)
+            if even
+            else len(share)
+        )
         chunks = split_share(share, microbatch_size, largest)
         sizes = [len(chunk) for chunk in chunks]
-        # No row before its own: a stream only goes forward.
+        # Not a row before the rank's share: a stream cannot go back.
         idle = share[-1:] if len(share) else self.anchor(step)
         return [chunk if len(chunk) else idle for chunk in chunks], sizes
 
@@ -237,8 +258,9 @@ def split_share(
 ) -> list[Tensor]:
     """Split a share into as few microbatches as possible, of nearly equal sizes.
 
-    Sizes differ by at most one, so none is tiny. With `largest`, there are as many as a
-    share of that many samples needs; some may then be empty.
+    Sizes differ by at most one, so none is tiny. With `largest`, there are as
+    many microbatches as a share of `largest` samples needs; some may then be
+    empty.
     """
     most = len(share) if largest is None else largest
     count = max(1, -(-most // microbatch_size))
@@ -255,8 +277,13 @@ def check_dataset(field: str, dataset: Any) -> None:
     if isinstance(dataset, type):
         rule = "must be an instance, not a class"
         fix = "return an instance of it"
+    elif isinstance(dataset, IterableDataset):
+        # If it has a length (as MosaicML's and LitData's have), that may be
+        # the length of this rank's share.
+        rule = "must be a map-style dataset"
+        fix = "return it from stream()"
     elif isinstance(dataset, DataLoader):
-        rule = "must give samples: the run makes the batches"
+        rule = "must give samples, not batches"
         fix = "return its `.dataset`, without the loader"
     elif isinstance(dataset, tuple) and all(map(_is_table, dataset)):
         rule = "must be one dataset"
@@ -264,9 +291,11 @@ def check_dataset(field: str, dataset: Any) -> None:
     elif _is_frame(dataset):
         rule = "must be indexed by sample, not by column"
         fix = tensors
-    elif not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+    elif not (
+        hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    ):
         rule = "must have `__getitem__`, which gives a sample"
-        fix = "return a map-style dataset, or what is read forward from stream()"
+        fix = "return a map-style dataset, or return it from stream() if it is only read forward"
     else:
         return
     raise ConfigError(field, type(dataset).__name__, rule, fix)
@@ -274,7 +303,9 @@ def check_dataset(field: str, dataset: Any) -> None:
 
 def _is_frame(value: Any) -> bool:
     """Whether a value is a data frame, which is not indexed by row."""
-    libraries = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    libraries = {
+        base.__module__.partition(".")[0] for base in type(value).__mro__
+    }
     return hasattr(value, "columns") and not libraries.isdisjoint(_FRAMES)
 
 
@@ -284,19 +315,8 @@ def _is_table(value: Any) -> bool:
     return is_rows or isinstance(value, Dataset)
 
 
-def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
-    """Raise ConfigError if a split has different rows on different ranks.
-
-    Every rank must call it.
-    """
-    if len(set(group.gather(_name(dataset)))) > 1:
-        raise ConfigError(
-            f'dataset("{split}")', MISSING, "has other rows on each rank", _FIX
-        )
-
-
-def _name(dataset: Any) -> str:
-    """Return a digest that identifies a dataset's rows, as far as that is cheap."""
+def name_rows(dataset: Any) -> str:
+    """Return a digest of a dataset's rows, from the parts that are cheap to read."""
     if not isinstance(dataset, Subset):
         return digest([len(dataset), _tensors(dataset)])
     table, rows = _rows_of_table(dataset)
@@ -324,7 +344,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 def check_apart(train: Any, val: Any) -> ConfigError | str | None:
     """Return a warning or an error if validation samples are also training samples.
 
-    It is an error if the splits are overlapping Subsets of one dataset.
+    It is an error if Subsets of one dataset overlap in part, else a warning.
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
@@ -345,7 +365,7 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
         common = _common(train, val)
     if not common:
         return None
-    return f'at least {common} samples of dataset("val") are training samples, too: val figures say nothing of others'
+    return f'at least {common} samples of dataset("val") are training samples too: val figures say nothing about unseen samples'
 
 
 def _alike(dataset: Any, other: Any) -> bool:
@@ -373,7 +393,7 @@ def _common(train: Any, val: Any) -> int:
     count = len(asked[0])
     rows = _rows(asked)
     common = len(rows & _rows(known))
-    # Rows of a few values: equal ones say nothing.
+    # Rows of few different values are often equal by chance.
     are_few = len(rows) < count * (1 - _SHARE)
     if are_few or common <= _SHARE * count:
         return 0

@@ -1,9 +1,9 @@
 """Present streams, which can only be read forward, as datasets indexed by row.
 
-Row n of a training stream is its n-th sample, counted over all passes. Every rank reads
-the whole stream, in one process (the worker or its loader's), and drops the rows of
-other ranks. A resumed run loads the stream's own state if that is exact; otherwise it
-reads and drops the samples already trained.
+Row n of a training stream is its n-th sample, counted over all passes. Every
+rank reads the whole stream, in one process (the worker or its loader's), and
+drops the rows of other ranks. A resumed run loads the stream's own state if
+that is exact; otherwise it reads and drops the samples already trained.
 """
 
 import contextlib
@@ -26,24 +26,30 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
-from trainers.devices.device import HOST, get_rng_state, seed_host, set_rng_state
+from trainers.devices.device import (
+    HOST,
+    get_rng_state,
+    seed_host,
+    set_rng_state,
+)
 from trainers.devices.group import Group, as_one_rank
-from trainers.errors import ConfigError, first_line
+from trainers.errors import MISSING, ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
-MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
+# Marks to keep: a loader's process is never that many marks ahead.
+MOST_MARKS = 1 << 16
 _PROOF = 32
-"""How many samples are compared: more than the shards that are commonly interleaved."""
+"""How many samples are compared: more than the usual number of interleaved shards."""
 _PROOF_PLACES = (1, 14)
-"""Numbers of samples after which a state is tried: no chunk of more than one sample
-ends at both.
+"""Numbers of samples after which a state is tested: chunks of more than one
+sample cannot end at both.
 """
 END = object()
 """Returned in place of a sample when a pass is over."""
 _EVERY = 1000  # samples from one recorded state to the next
-# samples from one mark of the trail to the next: a digest of each would cost as much as
-# its decoding
+# samples from one mark to the next: a digest of every sample would cost as
+# much as decoding it
 _MARK_EVERY = 32
 _SEED = 0
 
@@ -53,24 +59,27 @@ _TOLD = 32  # samples that tell one stream from another
 
 
 class StreamReader:
-    """One process's reading of one instance of a stream, pass after pass.
+    """Reads one instance of a stream in one process, pass after pass.
 
-    It begins at the first sample or at a state that the stream itself has given.
+    It begins at the first sample, or at a state that the stream has given.
 
-    A loader's process creates and begins the stream anew, whatever the worker has read
-    before: otherwise it would share the offsets of open files with the worker, and
-    inherit connections without the threads that serve them. Only a generator, or
-    another of Python's own iterators, continues where the worker stopped. If it needs
-    more than memory and files, use `data.num_workers: 0`, or an object whose `__iter__`
-    begins anew. The stream cannot see that a loader's process reads it
-    (`get_worker_info()` is None): Hugging Face's shuffle, for example, would give
-    another order there.
+    A loader's process creates the stream again and begins at its start,
+    whatever the worker has read before: otherwise it would share the offsets
+    of open files with the worker, and inherit connections without the threads
+    that serve them. Only a generator, or another built-in iterator of Python,
+    continues where the worker stopped. If such an iterator needs more than
+    memory and files, set `data.num_workers: 0`. The stream cannot see that a
+    loader's process reads it (`get_worker_info()` is None): otherwise Hugging
+    Face's shuffle, for example, would give a different order there.
 
-    `row` is the next row to read; `head` holds the samples before it that are kept.
+    `row` is the next row to read; `head` holds the last samples before it.
     """
 
     def __init__(
-        self, make: Callable[[], Any], name: str, kept: Mapping[str, Any] | None = None
+        self,
+        make: Callable[[], Any],
+        name: str,
+        kept: Mapping[str, Any] | None = None,
     ) -> None:
         self.source = make()
         self.head = deque[Any]()
@@ -102,7 +111,8 @@ class StreamReader:
     def alone(self) -> Iterator[None]:
         """Read as the only rank, outside any loader, with separate random numbers.
 
-        The random numbers are the same in every process, whatever else is drawn there.
+        The random numbers are the same in every process, whatever else is
+        drawn there.
         """
         info = worker._worker_info
         worker._worker_info = None
@@ -121,7 +131,11 @@ class StreamReader:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this process may continue this reading."""
+        """Whether this process may read on with this reader.
+
+        The process that created the reader may. A fork may only if the stream
+        is a built-in iterator, such as a generator.
+        """
         return self._pid == os.getpid() or (
             self.is_iterator and not hasattr(self.source, "__dict__")
         )
@@ -129,8 +143,9 @@ class StreamReader:
     def advance(self) -> Any:
         """Return the next sample of this pass, or END.
 
-        Raises the stream's own error, and again in each further call: a generator seems
-        to have ended after one, and a throw-away pass may have been the first to see it.
+        Raises the stream's own error, and repeats it in each further call:
+        after an error a generator looks as if it had ended, and a throw-away
+        pass may have been the first to see the error.
         """
         if self._failed is not None:
             raise self._failed
@@ -169,13 +184,12 @@ class StreamReader:
                 self._record()
         while (sample := self.advance()) is END:
             if not self._in_pass:
-                rule = f"ended after {self.row} samples, and gives none when it is begun again"
-                raise ConfigError(
-                    "stream",
-                    self._name,
-                    rule if self.row else "gives no sample",
-                    "give an object whose `__iter__` begins anew, or lower `max_steps`",
-                )
+                rule = "gives no sample"
+                fix = "check what it reads, or, if it was iterated before, return an object whose `__iter__` starts over"
+                if self.row:
+                    rule = f"ended after {self.row} samples, and gives none when iterated again"
+                    fix = "return an object whose `__iter__` starts over, or lower `max_steps`"
+                raise ConfigError(self._name, MISSING, rule, fix)
             if self._loaded and not hasattr(self.source, "set_epoch"):
                 self._recount()
                 continue
@@ -204,7 +218,7 @@ class StreamReader:
             if not self._is_told:
                 self._is_told = True
                 logger.warning(
-                    "the stream %s gives no state at row %d that can be kept (%s): the last one that can stays",
+                    "the state of stream %s at row %d cannot be saved (%s): checkpoints keep the last state that could be saved",
                     self._name,
                     self.row,
                     first_line(error),
@@ -221,7 +235,7 @@ class StreamReader:
     def comes_by(self, mark: Mark) -> bool:
         """Read up to a mark; return whether the samples match it.
 
-        Returns True if this reading began beyond the mark.
+        Returns True if reading began at the mark or beyond it.
         """
         row, _ = mark
         if self._began >= row:
@@ -237,11 +251,11 @@ class StreamReader:
     def _recount(self) -> None:
         """Read again from the start up to the current row.
 
-        What the next pass gives may depend on all samples before it, which the state of
-        one pass need not record.
+        The next pass may depend on all samples before it, which the state of
+        one pass may not record.
         """
         logger.info(
-            "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again",
+            "the stream %s has no set_epoch: before its next pass, its first %d samples are read again",
             self._name,
             self.row,
         )
@@ -271,7 +285,7 @@ class StreamReader:
         """Return the sample of a row; with `frees`, drop the samples before it."""
         if row < self.row - len(self.head):
             raise IndexError(
-                f"row {row} of the stream {self._name} was dropped: it is at row {self.row}"
+                f"row {row} of the stream {self._name} was dropped: the stream is at row {self.row}"
             )
         while self.row <= row:
             if frees:
@@ -285,12 +299,16 @@ class StreamReader:
     def state(self) -> dict[str, Any]:
         """Return the stream's own state as plain data, with the current position."""
         state = copy.deepcopy(self.source.state_dict())
-        place = {"row": self.row, "passes": self.passes, "in_pass": self._in_pass}
+        place = {
+            "row": self.row,
+            "passes": self.passes,
+            "in_pass": self._in_pass,
+        }
         return {**place, "state": state, "trail": self._trail}
 
 
 def as_kept(state: Mapping[str, Any]) -> Any:
-    """Return a state as a checkpoint would give it back.
+    """Return a state as it would be loaded from a checkpoint.
 
     Raises the errors of writing it to a checkpoint or reading it again.
     """
@@ -299,7 +317,9 @@ def as_kept(state: Mapping[str, Any]) -> Any:
     try:
         return torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError("it holds more than tensors and plain data") from error
+        raise ValueError(
+            "it holds more than tensors and plain data"
+        ) from error
 
 
 def missing_state(source: Any) -> str | None:
@@ -308,17 +328,17 @@ def missing_state(source: Any) -> str | None:
         inspect.signature(source.state_dict).bind()
         inspect.signature(source.load_state_dict).bind({})
     except AttributeError:
-        return "it has no state_dict() and load_state_dict()"
+        return "the stream has no state_dict() and load_state_dict()"
     except (TypeError, ValueError):
-        return "its state_dict() or load_state_dict() takes other arguments"
+        return "the stream's state_dict() or load_state_dict() takes other arguments"
     return None
 
 
 def prove(first: StreamReader, twin: StreamReader) -> str | None:
     """Return why the stream's own state is not exact, or None if it is.
 
-    It is exact if another instance loads the first one's states and continues with the
-    same samples.
+    It is exact if another instance loads the first one's states and continues
+    with the same samples.
     """
     try:
         states = []
@@ -328,7 +348,7 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
         first.look(_PROOF)
         expected = list(map(digest, first.head))
         if len(set(expected)) == 1:
-            return "its first samples are all alike, and prove nothing of its own state_dict"
+            return "the stream's first samples are all equal, and cannot show whether its own state_dict is exact"
         for state in states:
             twin.load(state)
             found = []
@@ -338,17 +358,18 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
             pairs = zip(expected[-len(found) :], found, strict=True)
             for number, (before, after) in enumerate(pairs, 1):
                 if before != after:
-                    return f"its own state_dict is not exact (sample {number} after loading differs)"
+                    return f"the stream's own state_dict is not exact (sample {number} after loading differs)"
     except Exception as error:
-        return f"its own state_dict failed: {first_line(error)}"
+        return f"the stream's own state_dict failed: {first_line(error)}"
     return None
 
 
 def digest(value: Any) -> str:
     """Return a digest of nested tensors, arrays, plain data and objects.
 
-    It is the same in every process. Objects are represented by what pickle would store
-    of them, or, if they cannot be pickled, by their repr without addresses.
+    It is the same in every process. Objects are represented by what pickle
+    would store of them, or, if they cannot be pickled, by their repr without
+    addresses.
     """
     found = hashlib.blake2b(digest_size=8)
     _absorb(value, found.update)
@@ -359,9 +380,11 @@ def _reduced(value: Any) -> list[Any]:
     """Return what pickle would store of an object; empty for a class or function."""
     if hasattr(value, "__qualname__"):
         return []
-    with contextlib.suppress(Exception):  # what cannot be pickled
+    with contextlib.suppress(Exception):  # it cannot be pickled
         reduced = value.__reduce_ex__(4)
-        return [[*part] if isinstance(part, Iterator) else part for part in reduced]
+        return [
+            [*part] if isinstance(part, Iterator) else part for part in reduced
+        ]
     return []
 
 
@@ -370,7 +393,14 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     data: Any = b""
     parts: list[Any] = []
     if isinstance(value, Tensor):
-        plain = value.detach().cpu().to_dense().resolve_conj().resolve_neg().reshape(-1)
+        plain = (
+            value.detach()
+            .cpu()
+            .to_dense()
+            .resolve_conj()
+            .resolve_neg()
+            .reshape(-1)
+        )
         shown = f"{value.dtype}{[*value.shape]}"
         data = plain.view(torch.uint8).numpy()
     elif isinstance(value, np.ndarray):
@@ -391,7 +421,9 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
         parts = _reduced(value)
         if not parts:
             shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))
-    update(f"{type(value).__name__} {shown} {len(data)} {len(parts)};".encode())
+    update(
+        f"{type(value).__name__} {shown} {len(data)} {len(parts)};".encode()
+    )
     update(data)
     for part in parts:
         _absorb(part, update)
@@ -400,18 +432,20 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
 class Stream(Dataset[Any]):
     """A training stream.
 
-    Requested rows must ascend (one may be repeated); rows in between are read and
-    dropped.
+    Requested rows must ascend (one may be repeated); rows in between are read
+    and dropped.
 
-    `make` returns the user's iterable. It is called once in each process that reads,
-    and again for a proof and to load a state. If the iterable has `set_epoch`, that is
-    called with the number of each pass; `iter_rows` (Ray Data) is preferred to
-    `__iter__`. `load_state_dict` must apply to the next iteration only.
+    `make` returns the user's iterable. It is called once in each process that
+    reads, and again for a proof and to load a state. If the iterable has
+    `set_epoch`, that is called with the number of each pass; `iter_rows` (Ray
+    Data) is preferred to `__iter__`. `load_state_dict` must apply to the next
+    iteration only.
 
-    What is read before `begin` is kept in memory, so throw-away passes may read it
-    repeatedly. Have it read before these passes, because they restore the user's
-    objects. Raises ConfigError for a stream that gives no sample, or none when begun
-    again; errors of the stream itself get a note with its name and the row.
+    Samples read before `begin` stay in memory, so that throw-away passes may
+    read them repeatedly. Read them before the first throw-away pass, because
+    such a pass restores the user's objects. Raises ConfigError for a stream
+    that gives no sample, or none when iterated again; errors of the stream
+    itself get a note with its name and the row.
     """
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
@@ -421,11 +455,11 @@ class Stream(Dataset[Any]):
         self.beat: Callable[[], None] = lambda: None
         """Called every 1,000 rows in the process that reads, dropped rows included."""
         self._sent: Mapping[str, Any] | None = None
-        # What is received may be a batch ahead of training.
+        # The newest state may be a batch ahead of training.
         self._received: deque[Mapping[str, Any]] = deque(maxlen=2)
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)  # as received
         self._kept: Mapping[str, Any] | None = None
-        # What the run before has seen, and this one has to come by.
+        # A mark of the previous run, which this run's samples must match.
         self._unproved: Mark | None = None
         first = StreamReader(make, name)
         self._reader: StreamReader | None = first
@@ -433,17 +467,18 @@ class Stream(Dataset[Any]):
         if doubt is None:
             twin = StreamReader(make, name)
             if twin.source is first.source:
-                doubt = "it is the same object each time, which cannot be compared with itself"
+                doubt = "stream() returns the same object each time, which cannot be compared with itself"
             else:
                 doubt = prove(first, twin)
-                # Instances may share where they are: what trains is iterated last.
+                # Instances may share their position, so the one for training
+                # is made last.
                 self._reader = None
         self._exact = doubt is None
         how = "loads its own state_dict"
         if doubt is not None:
-            how = f"reads and drops what was trained, as {doubt}"
-        self.words = f"a run that goes on with the stream {name} {how}"
-        """How a resumed run finds its place, and why so, for the log."""
+            how = f"reads and drops the samples trained before, since {doubt}"
+        self.words = f"a run that resumes with the stream {name} {how}"
+        """How a resumed run finds its place, and why, for the log."""
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Return a sample for each row; before `begin`, a copy of it.
@@ -457,32 +492,38 @@ class Stream(Dataset[Any]):
             return samples
         return list(map(_copied, samples))
 
-    def digest(self, count: int) -> str:
-        """Return a digest of the first `count` samples; call it before `begin`.
-
-        It is the same in every process.
-        """
+    def digest(self, count: int = _TOLD) -> str:
+        """Return a digest of the first `count` samples; call it before `begin`."""
         reader = self._here()
         reader.look(count)
         return digest(list(islice(reader.head, count)))
 
     def begin(
-        self, row: int, kept: Mapping[str, Any] | None, mark: Mark | None = None
+        self,
+        row: int,
+        kept: Mapping[str, Any] | None,
+        mark: Mark | None = None,
     ) -> None:
         """Begin training at a row, in this process or one forked from it.
 
-        `kept` and `mark` are what `state_at` and `mark_at` returned in the run before.
+        `kept` and `mark` are what `state_at` and `mark_at` returned in the
+        previous run.
 
-        The samples after a loaded state are compared with those that followed it then,
-        and all samples up to the mark with those of the run before. A state that proves
-        inexact (that of a large shuffle buffer, beyond the samples of the proof) is
-        discarded with a warning. If samples differ even when read from the start, a
-        warning says so.
+        The samples after a loaded state are compared with those that followed
+        it in the previous run, and all samples up to the mark with that run's.
+        A state that turns out to be inexact (such as that of a shuffle buffer
+        larger than the first test covers) is discarded with a warning. If
+        samples differ even when read from the start, a warning says so.
         """
         self._begun = True
         if mark is not None and mark[0] <= row:
             self._unproved = mark
-        if kept is not None and self._exact and kept["trail"] and kept["row"] <= row:
+        if (
+            kept is not None
+            and self._exact
+            and kept["trail"]
+            and kept["row"] <= row
+        ):
             self._reader = None
             self._kept = kept
 
@@ -496,8 +537,10 @@ class Stream(Dataset[Any]):
         self._sent = newest
         return kept, [] if self._reader is None else self._reader.take_marks()
 
-    def receive(self, told: tuple[Mapping[str, Any] | None, list[Mark]]) -> None:
-        """Take in what `send` returned in the process that reads."""
+    def receive(
+        self, told: tuple[Mapping[str, Any] | None, list[Mark]]
+    ) -> None:
+        """Store what `send` returned in the process that reads."""
         kept, marks = told
         self._marks.extend(marks)
         if kept is not None:
@@ -517,9 +560,11 @@ class Stream(Dataset[Any]):
     def state_at(self, row: int) -> Mapping[str, Any] | None:
         """Return the state from which a run can resume at `row`.
 
-        None if it has to read from the start.
+        None if the run must read from the start.
         """
-        fitting = (kept for kept in reversed(self._received) if kept["row"] <= row)
+        fitting = (
+            kept for kept in reversed(self._received) if kept["row"] <= row
+        )
         return next(fitting, self._kept)
 
     def state(self) -> Mapping[str, Any] | None:
@@ -527,8 +572,8 @@ class Stream(Dataset[Any]):
 
         Its `row` is at most the number of rows read.
 
-        A state is recorded every 1,000 rows, in the process that reads. None if there
-        is none yet, or the stream has no exact one.
+        A state is recorded every 1,000 rows, in the process that reads. None
+        if there is none yet, or the stream has no exact one.
         """
         if self._reader is None:
             return self._kept
@@ -537,7 +582,8 @@ class Stream(Dataset[Any]):
     def _here(self) -> StreamReader:
         """Return the reader of this process."""
         if self._reader is None or not self._reader.goes_on:
-            # Not freed here: the threads that it may wait for are the worker's.
+            # Not freed here: that may wait for threads which only the worker
+            # has.
             self._inherited = self._reader
             self._reader = self._open()
         if self._begun and self._unproved is not None:
@@ -556,15 +602,17 @@ class Stream(Dataset[Any]):
                 reader.look(len(kept["next"]))
                 if list(map(digest, reader.head)) == kept["next"]:
                     return reader
-                why = f"gives other samples after its state of row {kept['row']} than before"
+                why = f"gives different samples after its state of row {kept['row']} than before"
             except Exception as error:
                 words = f"{type(error).__name__}: {first_line(error)}"
-                why = f"does not go on from its state of row {kept['row']} ({words})"
+                why = f"does not resume from its state of row {kept['row']} ({words})"
             self._leave_state(why)
         return StreamReader(self._make, self._name)
 
     def _leave_state(self, why: str) -> None:
-        logger.warning("the stream %s %s: it is read from the start", self._name, why)
+        logger.warning(
+            "the stream %s %s: it is read from the start", self._name, why
+        )
         self._kept = None
 
     def _proved(self, reader: StreamReader, mark: Mark) -> StreamReader:
@@ -577,13 +625,15 @@ class Stream(Dataset[Any]):
             return reader
         if self._kept is not None:
             rows = f"its state of row {self._kept['row']} to row {mark[0]}"
-            self._leave_state(f"gives other samples from {rows} than before")
+            self._leave_state(
+                f"gives different samples from {rows} than before"
+            )
             return self._proved(self._open(), mark)
         logger.warning(
-            "the stream %s gives other samples up to row %d than were trained before: %s",
+            "the stream %s gives different samples up to row %d than before: %s",
             self._name,
             mark[0],
-            "some may come twice, others never: let its order follow from a seed",
+            "some may be trained twice, others never; derive its order from a seed",
         )
         return reader
 
@@ -591,8 +641,8 @@ class Stream(Dataset[Any]):
 class Rereadable(Dataset[Any]):
     """A validation stream: one pass, counted at the start and repeated per evaluation.
 
-    `make` is called once in each process that reads it; if it returns an iterator, once
-    for each pass.
+    `make` is called once in each process that reads it; if it returns an
+    iterator, once for each pass.
     """
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
@@ -607,7 +657,7 @@ class Rereadable(Dataset[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def digest(self, count: int) -> str:
+    def digest(self, count: int = _TOLD) -> str:
         """Return a digest of the first `count` samples and the stream's length."""
         return digest(
             [self._length, *self.__getitems__(range(min(count, self._length)))]
@@ -616,13 +666,16 @@ class Rereadable(Dataset[Any]):
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Return a sample for each row.
 
-        Rows must ascend (one may be repeated), or begin again.
+        Rows must ascend (one may be repeated), or start over.
 
-        Raises ConfigError if the stream now ends earlier than when it was counted.
+        Raises ConfigError if the stream now ends earlier than when it was
+        counted.
         """
         reader = self._reader
         source = reader.source
-        is_behind = min(rows, default=reader.row) < reader.row - len(reader.head)
+        is_behind = min(rows, default=reader.row) < reader.row - len(
+            reader.head
+        )
         if not reader.goes_on or (is_behind and reader.is_iterator):
             reader = StreamReader(self._make, self._name)
         elif is_behind:
@@ -632,30 +685,34 @@ class Rereadable(Dataset[Any]):
             samples = [reader.sample(row, frees=True) for row in rows]
         if reader.passes:
             raise ConfigError(
-                "stream",
                 self._name,
-                f"gave {self._length} samples when it was counted, and fewer now",
-                "give the same ones each time that it is begun",
+                MISSING,
+                f"gives fewer samples than the {self._length} that were counted before",
+                "give the same samples each time it is iterated",
             )
         return samples
 
 
-def same_on_ranks(stream: Stream | Rereadable, group: Group, task: str) -> None:
-    """Raise ConfigError on all ranks if a stream's first samples differ between them.
+def same_on_ranks(
+    told: object, group: Group, field: str, value: object
+) -> None:
+    """Raise ConfigError on all ranks if `told`, a digest of samples, differs.
 
-    The error names `task`. Every rank must call it; for a Stream, before `begin`.
+    Every rank must call it.
     """
-    if len(set(group.gather(stream.digest(_TOLD)))) > 1:
-        refuse_other_samples(task, _TOLD)
+    if len(set(group.gather(told))) > 1:
+        refuse_other_samples(field, value)
 
 
-def refuse_other_samples(task: str, row: int) -> NoReturn:
-    """Raise ConfigError for a stream whose samples before a row differ between ranks."""
+def refuse_other_samples(
+    field: str, value: object, before: str = ""
+) -> NoReturn:
+    """Raise ConfigError for samples that differ between ranks."""
     raise ConfigError(
-        "stream",
-        task,
-        f"gives each rank other samples (before row {row}), and each must see all of them: they are split here",
-        "do not split the stream by rank, seed what it shuffles by, read it in one thread",
+        field,
+        value,
+        f"gives each rank different samples{before}: every rank must see all of them, and Paceline splits them",
+        "draw from a generator with its own seed, read a stream in one thread, and do not split by rank",
     )
 
 

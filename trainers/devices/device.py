@@ -1,7 +1,7 @@
 """A worker's device and random state: choose, configure, seed and measure them.
 
-Memory is read from torch, or from Linux's /proc (proc(5)); load, power and temperature
-of a GPU from NVML.
+Memory is read from torch, or from Linux's /proc (proc(5)); load, power and
+temperature of a GPU from NVML.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainers.errors import ConfigError
+from trainers.errors import MISSING, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 1.0  # NVML's own averages are over about this time
+_EVERY_S = 1.0  # NVML itself averages over about this time
 SLOWED = {
     0x4: "power cap",
     0x8: "hardware",
@@ -32,12 +32,12 @@ SLOWED = {
     0x40: "heat (hardware)",
     0x80: "power brake",
 }
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be"
-(nvml.h).
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it
+could be" (nvml.h).
 """
 _SPARE_SHARE = 0.03
-"""Share of the memory that a process may use, left for cuBLAS's and NCCL's buffers and
-for fragmentation.
+"""Share of the memory that a process may use, left for cuBLAS's and NCCL's
+buffers and for fragmentation.
 """
 _KEPT_BYTES = 2**25 - 2**16
 HOST = torch.device("cpu")
@@ -52,8 +52,8 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
         if index >= torch.cuda.device_count():
             raise ConfigError(
                 "scaling.num_workers",
-                index + 1,
-                f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
+                MISSING,
+                f"must be at most {torch.cuda.device_count()}, the number of GPUs of this machine",
                 "lower it, or set `device: cpu`",
             )
         return torch.device("cuda", index)
@@ -64,14 +64,18 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     raise ConfigError(
         "device",
         name,
-        f"is not there (torch {torch.__version__} sees no {name} device)",
+        f"is not available (torch {torch.__version__} sees no {name} device)",
         "set `device: auto`, or fix the driver",
     )
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's own name, or the type of another device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """Return a GPU's product name, or the type of another device."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else device.type
+    )
 
 
 def with_gpu_memory(figures: dict[str, float]) -> dict[str, float]:
@@ -87,15 +91,15 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(torch.float32)
     torch.backends.cudnn.enabled = True
-    torch.backends.cudnn.benchmark = False  # but for training's own steps
+    torch.backends.cudnn.benchmark = False  # on only for training steps
     torch.backends.cudnn.deterministic = deterministic
-    # What half-precision products sum in: torch's own choice. fp32 products follow the
-    # precision (apply_matmul).
+    # Half-precision products are summed as torch does by default. fp32
+    # products depend on the run's precision (apply_matmul).
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     if device.type == "cpu":
-        # glibc gives freed memory back, to fetch it page by page in the next step,
-        # until it has seen a block of 32 MiB.
+        # Until glibc has freed a block of 32 MiB, it returns freed memory to
+        # the kernel, and gets it back page by page in the next step.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -106,8 +110,8 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch on every available device.
 
-    Without an accelerator only the host is seeded: torch takes longer to prepare the
-    seeding of absent devices.
+    Without an accelerator only the host is seeded: torch takes longer to
+    prepare the seeding of absent devices.
     """
     seed_host(seed)
     if torch.accelerator.is_available():
@@ -115,10 +119,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the host and one device, for seeding that is repeated for each batch.
-
-    It takes a tenth of the time of `seed_all`.
-    """
+    """Seed the host's and one device's generators, in a tenth of `seed_all`'s time."""
     seed_host(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -149,16 +150,17 @@ def let_go(device: torch.device) -> None:
 def to_host(tensor: Tensor) -> Callable[[], list[float]]:
     """Begin to copy a tensor's values; return a function that waits for them.
 
-    The function returns the values that the tensor has now, even if it changes later.
+    The function returns the values that the tensor has now, even if the tensor
+    changes later.
 
-    Only on CUDA is the copy asynchronous; on other devices this call waits for it.
+    Only on CUDA is the copy asynchronous; on other devices this call waits for
+    it.
     """
     if tensor.device.type != "cuda":
         numbers: list[float] = tensor.tolist()
         return lambda: numbers
-    copied = tensor.to(
-        "cpu", non_blocking=True
-    )  # torch takes page-locked memory for it
+    # Torch uses page-locked memory for it.
+    copied = tensor.to("cpu", non_blocking=True)
     done = torch.cuda.current_stream(tensor.device).record_event()
 
     def read() -> list[float]:
@@ -169,11 +171,12 @@ def to_host(tensor: Tensor) -> Callable[[], list[float]]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak for `peak_memory_bytes`; on a CPU by /proc/self/clear_refs."""
+    """Reset the peak of `peak_memory_bytes`; on a CPU by /proc/self/clear_refs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
-        # Without CONFIG_PROC_PAGE_MONITOR the peak is the process's whole life.
+        # Without CONFIG_PROC_PAGE_MONITOR the peak covers the process's whole
+        # life.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -181,8 +184,8 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak since `reset_peak_memory`.
 
-    On a GPU it is the memory that torch allocated, on a CPU the process's resident
-    memory.
+    On a GPU it is the memory that torch allocated, on a CPU the process's
+    resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -199,8 +202,8 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
     Only a GPU has reserved memory, that of torch's allocator.
 
-    On a CPU the resident memory of the process counts as allocated. Does not wait for
-    the device.
+    On a CPU the resident memory of the process counts as allocated. Does not
+    wait for the device.
     """
     figures = {
         "peak_bytes": peak_memory_bytes(device),
@@ -210,13 +213,16 @@ def memory_figures(device: torch.device) -> dict[str, int]:
         stats = torch.cuda.memory_stats(device)
         allocated = stats.get("allocated_bytes.all.current", 0)
         reserved = stats.get("reserved_bytes.all.current", 0)
-        return {"allocated_bytes": allocated, "reserved_bytes": reserved, **figures}
+        return {
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            **figures,
+        }
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
         figures["allocated_bytes"] = resident
-        # The kernel writes its high-water mark down now and then only: it may lag
-        # behind.
+        # The kernel updates its high-water mark only now and then.
         figures["peak_bytes"] = max(resident, figures["peak_bytes"])
     return figures
 
@@ -231,7 +237,7 @@ def total_memory_bytes(device: torch.device) -> int:
 def take_spare(device: torch.device) -> Tensor | None:
     """Allocate a little of a GPU's memory, to test whether the rest is enough.
 
-    It stands for what libraries and fragmentation will take later.
+    The tensor represents what libraries and fragmentation will take later.
     """
     if device.type != "cuda":
         return None
@@ -255,11 +261,15 @@ def free_gpu_bytes(device: torch.device) -> float:
 def grow_segments() -> None:
     """Let torch's CUDA allocator expand its segments, for shapes that change.
 
-    Otherwise memory that runs of other sizes have freed would be too fragmented.
+    Otherwise the memory that batches of other sizes have freed would be too
+    fragmented to use again.
 
     Settings of the allocator in the environment take precedence.
     """
-    chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    chosen = {
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    } & os.environ.keys()
     if torch.cuda.is_available() and not chosen:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -277,7 +287,11 @@ def get_rng_state(device: torch.device) -> dict[str, Any]:
         "has_gauss": has_gauss,
         "gauss": gauss,
     }
-    state = {"python": random.getstate(), "numpy": kept, "torch": torch.get_rng_state()}
+    state = {
+        "python": random.getstate(),
+        "numpy": kept,
+        "torch": torch.get_rng_state(),
+    }
     if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
     elif device.type == "mps":
@@ -318,11 +332,11 @@ def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
 
 
 class GpuReadings:
-    """Samples a rank's own GPU by NVML, at most once a second, and averages.
+    """Averages NVML's readings of a rank's GPU, at most one per second.
 
-    A figure is missing, without an error, if there is no GPU or no NVML, or if the GPU
-    does not support it (a MIG slice has no utilisation). A reading takes the driver
-    about a millisecond and does not wait for the GPU.
+    A figure is missing, without an error, if there is no GPU or no NVML, or if
+    the GPU does not support it (a MIG slice has no utilisation). A reading
+    does not wait for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -339,7 +353,7 @@ class GpuReadings:
             pynvml.nvmlInit()
             self._nvml = pynvml
             self._handle = _handle(pynvml, device)
-        except Exception as error:  # no package, no library, no permission, another vendor: a run needs none of them
+        except Exception as error:  # no package, no library, no permission, another vendor: a run works without NVML
             logger.debug("no readings of %s: %s", device, error)
 
     def sample(self) -> None:
@@ -356,8 +370,8 @@ class GpuReadings:
         """Return the mean of each figure since the last call; None without any.
 
         Names: `utilisation` 0 to 1, `memory_used_bytes`, `memory_total_bytes`,
-        `power_w`, `temperature_c`, and in `slowed_by` every reason for lowered clocks
-        since then.
+        `power_w`, `temperature_c`, and in `slowed_by` every reason for lowered
+        clocks since the last call.
         """
         self.sample()
         if not self._samples:
@@ -415,9 +429,13 @@ def _handle(nvml: Any, device: torch.device) -> Any:
 
 def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
     figures: dict[str, Callable[[], float]] = {
-        "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "utilisation": lambda: (
+            nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        ),
         "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
-        "memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        "memory_total_bytes": lambda: (
+            nvml.nvmlDeviceGetMemoryInfo(handle).total
+        ),
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
             handle, nvml.NVML_TEMPERATURE_GPU
@@ -434,6 +452,8 @@ def slowed_by(nvml: Any, handle: Any) -> set[str]:
     """Return what lowers a GPU's clocks now; empty if the driver does not say."""
     for name in ("Event", "Throttle"):  # the older name, for older drivers
         with contextlib.suppress(nvml.NVMLError, AttributeError):
-            bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(handle)
+            bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(
+                handle
+            )
             return {words for bit, words in SLOWED.items() if bits & bit}
     return set()

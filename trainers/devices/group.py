@@ -1,4 +1,4 @@
-"""The ranks of one run: how they meet, and the few collectives that the loop needs."""
+"""The ranks of one run: how they join, and the few collectives that the loop needs."""
 
 import contextlib
 import functools
@@ -18,29 +18,32 @@ from torch.distributed.distributed_c10d import GroupMember, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# of the largest value: ranks on unlike processors round otherwise, and drift by far
-# less
+# As a share of the largest value: rounding differs by far less between
+# processors of different kinds.
 _TOLERANCE = 1e-4
-_ROUNDINGS = 16  # of the format itself
+_ROUNDINGS = 16  # rounding errors of the format
 
 T = TypeVar("T")
 _RANKS = re.compile(
     "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
 )
-"""Variables by which launchers tell a process its rank."""
+"""Variables in which launchers pass a process its rank."""
 TIMEOUT = timedelta(seconds=1800)
-"""How long a rank waits for the others, in a collective or for their meeting."""
+"""How long a rank waits for the others, in a collective or when joining."""
 
 
 class Group:
     """The ranks of one run.
 
-    With one rank every method returns at once, and no process group is needed.
+    With one rank every method returns immediately, and no process group is
+    needed.
 
     Every rank must call every method equally often.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -69,7 +72,7 @@ class Group:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Gather plain data of every rank, in rank order, on rank 0; else empty."""
+        """Gather plain data of every rank on rank 0, in rank order; empty elsewhere."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = []
@@ -95,9 +98,10 @@ class Group:
 def answered_locally() -> Iterator[None]:
     """Complete every collective within the block with this rank's own tensors.
 
-    What a task communicates in its forward pass (SyncBatchNorm, gathered features) then
-    takes as much memory as it will in training, and a rank that fails or runs alone
-    leaves no rank waiting. Groups that are created within the block are real ones.
+    Collectives of a task's forward pass (SyncBatchNorm, gathered features)
+    then take as much memory as they will in training, and a rank that fails or
+    runs alone leaves no rank waiting. Groups created within the block are real
+    ones.
     """
     swapped: list[tuple[Any, Any, Any]] = []
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -110,32 +114,36 @@ def answered_locally() -> Iterator[None]:
     try:
         for group, device, _ in swapped:
             _answer_alone(group, device, group.rank(), group.size())
-            # Its backends know it, not the group itself.
+            # The group's name is stored in its backends.
             group._set_group_name(names[group])
         yield
     finally:
         for group, device, kind in swapped:
-            # The one that it has of this kind.
+            # None: the group's own backend of this kind.
             group._register_backend(device, kind, None)
 
 
-def _answer_alone(group: Any, device: torch.device, rank: int, size: int) -> None:
-    """Let this rank complete a group's collectives on a device by itself."""
-    # torch's own; loads with torch.distributed.
+def _answer_alone(
+    group: Any, device: torch.device, rank: int, size: int
+) -> None:
+    """Let this rank complete a group's collectives on `device` without other ranks."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     local: Any = FakeProcessGroup._create_internal(rank, size)
-    group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, local)
+    group._register_backend(
+        device, dist.ProcessGroup.BackendType.CUSTOM, local
+    )
 
 
 @contextlib.contextmanager
 def as_one_rank() -> Iterator[None]:
     """Within the block, present a world of one rank.
 
-    It changes both torch.distributed and the environment: many data libraries give each
-    rank only its share, unasked.
+    This changes torch.distributed and the environment: otherwise many data
+    libraries would give each rank only its share.
 
-    Use it only if no other thread uses either meanwhile.
+    Use it only while no other thread uses torch.distributed or the
+    environment.
     """
     world: Any = GroupMember.WORLD if dist.is_initialized() else None
     names = list(filter(_RANKS.fullmatch, os.environ))
@@ -152,7 +160,7 @@ def as_one_rank() -> Iterator[None]:
 
 @functools.cache
 def _alone() -> Any:
-    """Return a group of one rank, which completes every collective at once."""
+    """Return a group of one rank, which completes every collective immediately."""
     store: Any = dist.HashStore  # type: ignore[attr-defined]
     group: Any = dist.ProcessGroup(store(), 0, 1)
     for device in ("cpu", "cuda"):
@@ -166,13 +174,13 @@ def find_unlike(
 ) -> tuple[str, float] | None:
     """Find a tensor that differs between ranks by more than rounding.
 
-    Returns its name, and the difference as a share of its largest value; None if all
-    are alike.
+    Returns the tensor's name, and the difference as a share of its largest
+    value; None if all are alike.
 
     Waits for the device; every rank must call it with the same names.
 
-    Only a sum of each tensor's bits is sent, and the tensor itself if the sums differ.
-    Tensors of a library's own types are skipped.
+    Only a sum of each tensor's bits is sent, and the tensor itself if the sums
+    differ. Tensors of a library's own types are skipped.
     """
     named = []
     for name, tensor in tensors.items():
@@ -180,7 +188,9 @@ def find_unlike(
             named.append((name, _real(tensor)))
     if group.world_size == 1 or not named:
         return None
-    sums = torch.stack([_bits(tensor).sum(dtype=torch.int64) for _, tensor in named])
+    sums = torch.stack(
+        [_bits(tensor).sum(dtype=torch.int64) for _, tensor in named]
+    )
     most, least = group.max(torch.stack([sums, -sums]))
     for index in (most != -least).nonzero().flatten().tolist():
         name, tensor = named[index]
@@ -202,7 +212,9 @@ def _real(tensor: Tensor) -> Tensor:
 def _difference(own: Tensor, group: Group) -> float:
     first = own.clone()
     dist.broadcast(first, src=0)
-    scale = first.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    scale = (
+        first.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    )
     most = (own.double() - first.double()).abs().max() / scale
     return float(group.max(most.reshape(1)))
 
@@ -240,7 +252,7 @@ def join_group(
     if isinstance(place, str):
         store, *_ = next(rendezvous(place, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-    # A store that outlives a group, as torchrun's, holds its ranks' addresses.
+    # A store that outlives a group, such as torchrun's, keeps old addresses.
     number = store.add(f"joined/{rank}", 1)
     store = PrefixStore(str(number), store)
     dist.init_process_group(
@@ -250,8 +262,8 @@ def join_group(
 
 def leave_group(failed: bool) -> None:
     """Leave the run's process group; after a failure, without waiting for others."""
-    # A DDP reducer in a reference cycle would outlive the group: the process then
-    # aborts one time in eight.
+    # A DDP reducer in a reference cycle would outlive the group: the process
+    # then aborts one time in eight.
     gc.collect()
     # NCCL's destroy waits for the kernels in flight (pytorch issue 163546).
     if failed and dist.get_backend() == "nccl":

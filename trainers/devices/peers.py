@@ -19,21 +19,24 @@ from trainers.versions import package_versions
 if TYPE_CHECKING:
     from trainers.devices.group import Group
 
-_SEEN_WITHIN_S = 5.0
-"""How late a file of another host may appear: NFS caches a directory for a few seconds.
+_LOOKS = 50
+"""How many times, every 0.1 s, to look for another host's file: NFS caches a
+directory for a few seconds.
 """
 
 
 def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
-    """Return a hash of Paceline's code as it is imported here.
+    """Return a hash of the copy of Paceline's code that this process imports.
 
-    A job brings its own copy of the code, while hosts have one installed.
+    A job brings its own copy, while hosts have one installed.
     """
     digest = hashlib.sha256()
     home = Path(trainers.__file__).parent.parent
     for package in packages:
         for file in sorted((home / package).rglob("*.py")):
-            digest.update(str(file.relative_to(home)).encode() + file.read_bytes())
+            digest.update(
+                str(file.relative_to(home)).encode() + file.read_bytes()
+            )
     return digest.hexdigest()[:12]
 
 
@@ -47,19 +50,24 @@ def check_peers(group: Group, storage: Storage | None) -> None:
 
     Every rank must call it.
 
-    Raises the same ConfigError on every rank. Takes a few milliseconds, and is for runs
-    on more than one host.
+    Raises the same ConfigError on every rank. Meant for runs on several hosts.
     """
     seen = group.gather((socket.gethostname(), own_versions()))
     for name in seen[0][1]:
-        usual = Counter(versions[name] for _, versions in seen).most_common(1)[0][0]
+        counts = Counter(versions[name] for _, versions in seen)
+        usual, _ = counts.most_common(1)[0]
         for rank, (host, versions) in enumerate(seen):
             if versions[name] != usual:
+                like = next(
+                    other
+                    for other, (_, theirs) in enumerate(seen)
+                    if theirs[name] == usual
+                )
                 raise ConfigError(
                     f"{name} of rank {rank} on {host}",
                     versions[name],
-                    f"must be {usual} as on the other ranks",
-                    "install the same on every node; `python -m cluster check` names those that differ",
+                    f"must be {usual}, as on rank {like}",
+                    "install the same version on every node; `python -m cluster check` names nodes that differ",
                 )
     if storage is not None:
         _check_storage(group, storage, [host for host, _ in seen])
@@ -72,31 +80,39 @@ def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
         try:
             storage.write(name, name.encode())
         except StorageError as error:
-            wrong = f"cannot be written: {error}"
-    answers = group.gather(group.first(wrong) or _read(storage, name))
+            wrong = str(error)
+    wrong = group.first(wrong)
+    if wrong is not None:
+        raise ConfigError(
+            "storage_path",
+            storage.uri,
+            f"cannot be written from {hosts[0]}, the host of rank 0 ({wrong})",
+            "give a directory or URI that this user may write to",
+        )
+    answers = group.gather(_read(storage, name, hosts[group.rank]))
     if group.rank == 0:
-        with contextlib.suppress(StorageError):  # a hidden file of some bytes is left
+        with contextlib.suppress(StorageError):  # a small hidden file is left
             storage.delete(name)
-    for host, answer in zip(hosts, answers, strict=True):
-        if answer is not None:
-            same = "mount the same directory on every node (for nodes of several users: PACELINE_FILE_MODE=644)"
-            raise ConfigError(
-                "storage_path",
-                storage.uri,
-                f"{answer} (on {host})",
-                f"{same}, or use a URI such as s3://bucket/path",
-            )
+    for answer in filter(None, answers):
+        same = "mount the same directory on every node (if the nodes run as different users, set PACELINE_FILE_MODE=644)"
+        raise ConfigError(
+            "storage_path",
+            storage.uri,
+            answer,
+            f"{same}, or use a URI such as s3://bucket/path",
+        )
 
 
-def _read(storage: Storage, name: str) -> str | None:
-    deadline = time.monotonic() + _SEEN_WITHIN_S
+def _read(storage: Storage, name: str, host: str) -> str | None:
+    looks = 0
     try:
         while not storage.exists(name):
-            if time.monotonic() > deadline:
-                return "must be shared by all nodes, and does not hold what rank 0 has written to it"
+            looks += 1
+            if looks == _LOOKS:
+                return f"must be shared by all nodes, but {host} does not see a file that rank 0 wrote"
             time.sleep(0.1)
         if storage.read(name) != name.encode():
-            return "must be shared by all nodes, and holds something else than rank 0 has written to it"
+            return f"must be shared by all nodes, but {host} reads something else than rank 0 wrote"
     except StorageError as error:
-        return f"cannot be read: {error}"
+        return f"cannot be read from {host} ({error})"
     return None

@@ -1,8 +1,8 @@
 """Turn a run given from Python into plain data and names, as a file would have them.
 
-Workers import a task by the name of its module. A class or function defined in a
-notebook is in no module, so its cells' source is written to one, in notebook_tasks/.
-Workers use that file, now and whenever the saved configuration is used again.
+Workers import a task by the name of its module. A class or function defined in
+a notebook is in no module, so the source of its cells is written to a module
+in notebook_tasks/.
 """
 
 import ast
@@ -25,25 +25,26 @@ from trainers.errors import MISSING, ConfigError, redact
 from trainers.launch.spec import read_file
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | type | Callable[..., Any]
-"""A file or URI, a mapping of keys, a Task class, or a training function of Ray
-Train's.
+"""A file or URI, a mapping of keys, a Task class, or a training function for
+Ray Train.
 """
 
 _FOLDER = "notebook_tasks"
-_FIX = "make it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
+_FIX = "create it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
 
 
 def check_thread(call: str) -> None:
-    """Raise ConfigError outside the main thread, which alone receives Ctrl-C."""
+    """Raise ConfigError outside the main thread, the only one that receives Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
-        rule = "was called in a thread of its own"
+        rule = "was called outside the main thread"
         raise ConfigError(call, MISSING, rule, "call it in the main thread")
 
 
 def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
     """Return a run's mapping, its source for messages, and its directory.
 
-    Raises ConfigError, in which `call` names the function that the user called.
+    Raises ConfigError, in which `call` names the function that the user
+    called.
     """
     if isinstance(run, str | os.PathLike):
         location = os.fspath(run)
@@ -55,8 +56,8 @@ def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
     elif inspect.isroutine(run):
         run = {"train_func": run}
     if not isinstance(run, Mapping):
-        rule = f"is a {type(run).__name__}, where a file, a mapping, a Task class or a function is needed"
-        fix = "of a task give the class, and its arguments as `task_args`"
+        rule = f"was given a {type(run).__name__}, but needs a file, a mapping, a Task class or a function"
+        fix = "give a task as its class, and its arguments as `task_args`"
         raise ConfigError(call, MISSING, rule, fix)
     tree = plain(run, call, places)
     return tree, call, places[0] if places else Path.cwd()
@@ -82,29 +83,32 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
         return name
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    rule = f"holds a {type(value).__name__}, which no file can"
+    rule = f"holds a {type(value).__name__}, which a file cannot hold"
     raise ConfigError(
         key, MISSING, rule, "give numbers, text, lists and mappings", call
     )
 
 
 def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
-    """Return `module:name` of a class or function; its directory if not installed."""
+    """Return `module:name` of a class or function, and its directory if not installed."""
     name = thing.__qualname__
     module = thing.__module__
     main = sys.modules["__main__"]
     if not name.isidentifier():
         fix = "define it with `class` or `def` at the top level of a module, or of a notebook"
-        raise ConfigError(key, name, "has no name in its module", fix, call)
+        raise ConfigError(key, name, "cannot be imported by name", fix, call)
     file = getattr(sys.modules.get(module), "__file__", None)
-    script = getattr(main, "__file__", None)
     if module == "__main__":
         if file is None:
             module, root = _write_module(thing, call, key)
             return f"{module}:{name}", root
         module = main.__spec__.name if main.__spec__ else Path(file).stem
-    elif file and script and Path(file).absolute() == Path(script).absolute():
-        rule = f"is called whenever {file} is imported, as workers do"
+    elif any(
+        each.function == "<module>"
+        and each.frame.f_globals.get("__name__") == module
+        for each in inspect.stack(0)
+    ):
+        rule = f"is called whenever {file} is imported, and workers import it"
         fix = 'put it below `if __name__ == "__main__":`'
         raise ConfigError(call, MISSING, rule, fix)
     if file is None:
@@ -121,9 +125,9 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
 def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
     """Write a notebook's class or function, and all it uses, as a module.
 
-    Imports are copied, functions and classes written as source, and anything else as
-    its value. ConfigError names what cannot be written. The module's name contains a
-    digest of its content, so a changed class is another task.
+    Imports are copied, functions and classes written as source, and anything
+    else as its value. ConfigError names what cannot be written. The module's
+    name contains a digest of its content, so a changed class is another task.
     """
     module = _Module()
     try:
@@ -138,7 +142,8 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
     file = Path.cwd() / _FOLDER / f"{thing.__name__}_{digest}.py"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        whole = file.with_suffix(f".{os.getpid()}.tmp")  # the disk may be full
+        # A full disk may cut off what is written.
+        whole = file.with_suffix(f".{os.getpid()}.tmp")
         whole.write_text(text)
         whole.replace(file)
         importlib.invalidate_caches()
@@ -194,7 +199,9 @@ class _Module:
             return
         source = _source(value)
         if source is None:
-            raise _CannotWriteError(name, "has no source that can be found", _FIX)
+            raise _CannotWriteError(
+                name, "has no source that can be found", _FIX
+            )
         for used in sorted(_globals(symtable.symtable(source, name, "exec"))):
             if used in self._space:
                 self.add(used, self._space[used])
@@ -208,7 +215,11 @@ class _Module:
         definition = f"{name} = {value!r}"
         if redact(definition) != definition:
             fix = "read it from the environment, in the class"
-            raise _CannotWriteError(name, "holds a secret, which no file may", fix)
+            raise _CannotWriteError(
+                name,
+                "holds a secret, which must not be written to a file",
+                fix,
+            )
         self._definitions.append(definition)
 
 
@@ -229,7 +240,9 @@ def _source(thing: Any) -> str | None:
                 continue
             end = node.end_lineno or 0
             if code.co_firstlineno <= end:
-                first = min(part.lineno for part in (node, *node.decorator_list))
+                first = min(
+                    part.lineno for part in (node, *node.decorator_list)
+                )
                 return "".join(lines[first - 1 : end]).rstrip()
     return None
 
@@ -245,7 +258,7 @@ def _globals(table: symtable.SymbolTable) -> set[str]:
 
 
 def _is_builtin(name: str, value: Any) -> bool:
-    """Whether the value is Python's own of this name, or the shell's wrapper of it.
+    """Whether the value is Python's builtin of this name, or the shell's wrapper of it.
 
     IPython has an `open` that protects its own files.
     """

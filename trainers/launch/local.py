@@ -1,8 +1,8 @@
-"""Launchers without Ray: this process, spawned processes, or torchrun's.
+"""Launchers without Ray: one worker in this process, spawned workers, or torchrun's.
 
-Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-TORCHELASTIC_ERROR_FILE. Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME,
-where all ranks are on this machine.
+Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, TORCHELASTIC_ERROR_FILE. Set, unless already set:
+GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if all ranks are on this machine.
 """
 
 import contextlib
@@ -24,16 +24,20 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# Before any group is made: its functions' defaults would be that group, and keep it,
-# whoever imports it later (torch._dynamo does). A process that ends with its group
-# aborts now and then.
+# Imported before any group is made. A later import (as by torch._dynamo) would
+# keep that group alive as a default argument, and a process that ends with a
+# live group sometimes aborts.
 import torch.distributed.nn.functional
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.causes import death_of, failure_of
 from trainers.context import RunContext
-from trainers.devices.group import join_group, keep_on_this_machine, leave_group
+from trainers.devices.group import (
+    join_group,
+    keep_on_this_machine,
+    leave_group,
+)
 from trainers.errors import PacelineError, RunFailedError, last_line, redact
 from trainers.launch.process import StopSignals, follow, setup_logging
 from trainers.launch.spec import Job, R
@@ -60,7 +64,9 @@ class LocalContext(RunContext):
         """Return a context in which signals ask the loop to stop."""
         log = logger.info if self.rank == 0 else logger.debug
         self._signals = StopSignals(
-            lambda name: log("asked to stop (%s): writing a checkpoint first", name)
+            lambda name: log(
+                "asked to stop (%s): writing a checkpoint first", name
+            )
         )
         return self._signals
 
@@ -82,7 +88,10 @@ class LocalContext(RunContext):
 
 @contextlib.contextmanager
 def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
-    """Raise other exceptions as RunFailedError, and print tracebacks if needed."""
+    """Within the block, turn any exception but a PacelineError into a RunFailedError.
+
+    With `is_command`, print their traceback, unless another rank failed first.
+    """
     try:
         yield
     except PacelineError as error:
@@ -99,8 +108,8 @@ def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
 def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     """Write a worker's failure where its launcher looks for it.
 
-    That is `file`, which the spawning process reads, or torchrun's error file. torchrun
-    takes the earliest failure for the root cause.
+    That is `file`, which the spawning process reads, or torchrun's error file.
+    torchrun takes the earliest failure for the root cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
     if not place:
@@ -113,7 +122,8 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     # The launcher may end this process at any moment.
     aside = target.with_name(f".{target.name}")
     with contextlib.suppress(OSError):  # the failure itself matters more
-        if not target.exists():  # else said already, before the group was left
+        # It exists if it was written before the group was left.
+        if not target.exists():
             aside.write_text(json.dumps(left))
             aside.replace(target)
 
@@ -129,7 +139,9 @@ def run_torchrun(job: Job[R], take: Take | None = None) -> R:
     """Run this process as one of torchrun's workers; each worker calls this."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = [int(os.environ[name]) for name in names]
-    context = LocalContext(job.storage, "torchrun", *numbers).telling(job, take)
+    context = LocalContext(job.storage, "torchrun", *numbers).telling(
+        job, take
+    )
     with _beside(job.told == "line" and context.rank > 0):
         return _run_in_group(job, context, "env://")
 
@@ -138,7 +150,8 @@ def run_spawn(job: Job[R], take: Take | None = None) -> R:
     """Run `scaling.num_workers` processes on this machine; return rank 0's result.
 
     A group that ran out of memory during training is restarted with a smaller
-    microbatch. Raises RunFailedError with the message of the rank that failed first.
+    microbatch. Raises RunFailedError for the failure that is most likely the
+    root cause.
     """
     while True:
         try:
@@ -147,7 +160,8 @@ def run_spawn(job: Job[R], take: Take | None = None) -> R:
             if not failure.smaller:
                 raise
             logger.warning(
-                "%s; the workers start again with a smaller one", failure.message
+                "%s; the workers start again with a smaller microbatch",
+                failure.message,
             )
 
 
@@ -156,12 +170,17 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
     records, told = multiprocessing.Pipe(duplex=False)
     place = tempfile.TemporaryDirectory(prefix="paceline-spawn-")
     with place as directory, StopSignals() as signals, records:
-        arguments = (job, workers, directory, told)
-        # Inherited until the workers listen: in their imports Ctrl-C would print a
-        # traceback of each.
+        method = multiprocessing.get_start_method(allow_none=True)
+        arguments = (job, workers, directory, told, method)
+        # Workers inherit this until they handle signals: during their imports,
+        # Ctrl-C would print a traceback of each.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         processes = start_processes(
-            _spawned, arguments, nprocs=workers, join=False, start_method="spawn"
+            _spawned,
+            arguments,
+            nprocs=workers,
+            join=False,
+            start_method="spawn",
         )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         told.close()
@@ -188,7 +207,8 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                 Path(file).unlink(missing_ok=True)
         _receive(records, take)
         result = Path(directory, "result.json")
-        # Asked to stop before the group stood, or in a pass that keeps nothing.
+        # Asked to stop before the group was complete, or in a job that saves
+        # nothing.
         if not result.exists():
             raise KeyboardInterrupt
         return job.read_result(result.read_bytes())
@@ -196,7 +216,7 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
 
 def _receive(records: Connection, take: Take | None) -> None:
     """Receive the records that rank 0 has sent."""
-    with contextlib.suppress(EOFError, OSError):  # it is over
+    with contextlib.suppress(EOFError, OSError):  # rank 0 has ended
         while records.poll():
             for record in records.recv():
                 if take is not None:
@@ -216,16 +236,27 @@ def _beside(wanted: bool) -> Iterator[None]:
 
 
 def _spawned(
-    rank: int, job: Job[Any], world_size: int, directory: str, records: Connection
+    rank: int,
+    job: Job[Any],
+    world_size: int,
+    directory: str,
+    records: Connection,
+    start_method: str | None,
 ) -> None:
+    # Python gives a spawned process its own start method, too. Loaders are
+    # started as under the other launchers: a stream, or a dataset that cannot
+    # be pickled, needs a fork.
+    multiprocessing.set_start_method(start_method, force=True)
     if (driver := multiprocessing.parent_process()) is not None:
         follow(driver.join, lambda: _delete(directory))
-    # torch asks for SIGINT when the driver dies, and the kernel sends one for each of
-    # its threads: the second would interrupt this rank, which then writes its failure
-    # into a directory that another rank is deleting.
+    # torch requests SIGINT for the driver's death, and the kernel sends one
+    # for each of its threads: the second would interrupt this rank, which
+    # would write its failure into a directory that another rank is deleting.
     _prctl_pr_set_pdeathsig(0)
     setup_logging(rank, job.quiet)
-    context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(
+        job.storage, "spawn", rank, world_size, rank, world_size
+    )
     context.failed = Path(directory, f"failed-{rank}")
     with _beside(job.told == "line"), contextlib.ExitStack() as stack:
         if job.told and rank == 0:
@@ -236,12 +267,16 @@ def _spawned(
 
 
 def _delete(directory: str) -> None:
-    """Delete a group's directory, renamed first so that ranks write no more into it."""
+    """Rename a group's directory, so that ranks stop writing there, and delete it."""
     with contextlib.suppress(OSError):  # another rank was first
-        shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
+        shutil.rmtree(
+            Path(directory).rename(f"{directory}-over"), ignore_errors=True
+        )
 
 
-def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) -> None:
+def _execute(
+    rank: int, job: Job[Any], context: LocalContext, directory: str
+) -> None:
     try:
         result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:
@@ -273,11 +308,13 @@ def _failure(
         if code in (None, 0) or (directory / f"failed-{rank}").exists():
             continue
         if code == HUNG_EXIT_CODE:
-            failures.append(RunFailedError("hung", f"rank {rank} made no step"))
+            failures.append(
+                RunFailedError("hung", f"rank {rank} made no step")
+            )
             continue
         is_first = rank == error.error_index
-        # The others are ended once one has failed: first asked to, then, where they do
-        # not answer, killed.
+        # Once one rank has failed, the others are asked to end, and killed if
+        # they do not.
         ended = not is_first and code in (-signal.SIGTERM, -signal.SIGKILL)
         failures.append(
             death_of(rank, code, error.error_pid if is_first else None, ended)
@@ -292,12 +329,16 @@ def _failure(
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
-    use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
-    device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
+    use_cuda = (
+        job.config.device in ("auto", "cuda") and torch.cuda.is_available()
+    )
+    device_index = (
+        context.local_rank % torch.cuda.device_count() if use_cuda else 0
+    )
     if context.local_world_size == context.world_size:
         keep_on_this_machine()
-    # While a rank waits for the others no handler of Python's runs, and there is
-    # nothing to keep.
+    # While a rank waits for the others, Python runs no signal handler, and
+    # there is nothing to save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     join_group(
         "nccl" if use_cuda else "gloo",
@@ -306,22 +347,20 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
         context.world_size,
         device_index,
     )
-    # for as long as this process lives: what it has may not be lost at the very end
+    # never exited: signals must not interrupt the very end of this process
     context.listen().__enter__()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        if (
-            context.launcher == "torchrun"
-        ):  # the others' writes hang on rank 0's lease, too
+        # All ranks write under rank 0's lease.
+        if context.launcher == "torchrun":
             box = [job.token]
             dist.broadcast_object_list(box, src=0)
             job = replace(job, token=box[0])
             context.storage = job.storage
         result = job.execute(context)
     except BaseException as error:
-        _leave(
-            failure_of(error, context.rank), _trace(error), context.failed
-        )  # leaving the group may take its time
+        # Before the group is left, which may take long.
+        _leave(failure_of(error, context.rank), _trace(error), context.failed)
         leave_group(failed=True)
         raise
     leave_group(failed=False)

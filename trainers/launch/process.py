@@ -1,4 +1,4 @@
-"""What each process sets up around its work: imports, log, signals, a timely end.
+"""What each process sets up around its work: imports, log, signals, and how it ends.
 
 Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
 """
@@ -26,12 +26,13 @@ _LOOK_S = 0.5
 def without_collection(own_process: bool = False) -> Iterator[None]:
     """Disable the garbage collector during a block of imports.
 
-    Importing torch creates a million permanent objects, and Python's collector goes
-    through them dozens of times meanwhile: a third of the import's time.
+    Importing torch creates a million permanent objects, and Python's collector
+    goes through them dozens of times meanwhile: a third of the import's time.
 
-    With `own_process`, all objects that exist at the end of the block are exempt from
-    later collections, too. Use it only at the start of a process of ours: in a caller's
-    process it would keep the caller's garbage cycles for ever.
+    With `own_process`, all objects that exist at the end of the block are
+    exempt from later collections, too. Use `own_process` only at the start of
+    a process of ours: a caller's process would keep its garbage cycles
+    forever.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -52,12 +53,14 @@ class _Redacting(logging.Formatter):
 def setup_logging(rank: int, quiet: bool = False) -> None:
     """Send our packages' log to standard output only, without secrets.
 
-    Rank 0 logs its progress without a prefix (with `quiet`, only warnings); other ranks
-    log warnings with their rank.
+    Rank 0 logs its progress without a prefix (with `quiet`, only warnings);
+    other ranks log warnings with their rank.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
-        _Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+        _Redacting(
+            "%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"
+        )
     )
     level = logging.INFO if rank == 0 and not quiet else logging.WARNING
     for name in PACKAGES:
@@ -68,8 +71,13 @@ def setup_logging(rank: int, quiet: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log: permanently in a command, else in the block if not shown yet."""
+def shown_log(
+    rank: int, is_command: bool, quiet: bool = False
+) -> Iterator[None]:
+    """Show Paceline's log: in a command permanently, otherwise within the block.
+
+    If the caller's logging already shows Paceline's log, nothing is changed.
+    """
     if is_command:
         setup_logging(rank, quiet)
         yield
@@ -82,13 +90,16 @@ def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None
         yield
         return
     before = [
-        (package.handlers[:], package.level, package.propagate) for package in packages
+        (package.handlers[:], package.level, package.propagate)
+        for package in packages
     ]
     setup_logging(rank)
     try:
         yield
     finally:
-        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+        for package, (handlers, level, propagate) in zip(
+            packages, before, strict=True
+        ):
             package.handlers[:], package.propagate = handlers, propagate
             package.setLevel(level)
 
@@ -96,28 +107,35 @@ def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask to stop; without SIGHUP if it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+    return [
+        signal.SIGTERM,
+        signal.SIGINT,
+        *([] if ignored else [signal.SIGHUP]),
+    ]
 
 
 class StopSignals:
     """Within its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop.
 
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C interrupts immediately.
 
-    A repeated SIGTERM does not: it may come both from torchrun and from what has
-    started torchrun.
+    A repeated SIGTERM does not interrupt: it may come both from torchrun and
+    from the process that started torchrun.
     """
 
     asked = False
 
-    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, tell: Callable[[str], None] = lambda name: None
+    ) -> None:
         """`tell` is called in a thread with the name of the first signal."""
         self._tell = tell
         self._telling: threading.Thread | None = None
 
     def __enter__(self) -> StopSignals:
         self._before = {
-            number: signal.signal(number, self._heed) for number in stop_signals()
+            number: signal.signal(number, self._heed)
+            for number in stop_signals()
         }
         return self
 
@@ -133,13 +151,15 @@ class StopSignals:
         if not self.asked:
             self.asked = True
             self._telling = threading.Thread(
-                target=self._tell, args=(signal.Signals(number).name,), daemon=True
+                target=self._tell,
+                args=(signal.Signals(number).name,),
+                daemon=True,
             )
             self._telling.start()
 
 
 def end_at_once() -> None:
-    """Let SIGTERM and Ctrl-C interrupt this process; without effect in a thread."""
+    """Let SIGTERM and Ctrl-C interrupt this process; no effect outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)

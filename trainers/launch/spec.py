@@ -1,7 +1,8 @@
 """A run as plain data: read from a file and checked.
 
-Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
-one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
+Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; if not set, Ray
+runs embedded on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun
+sets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+)
 
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import Tree, build, override
@@ -21,7 +30,7 @@ from trainers.config.sections import ScalingConfig
 from trainers.config.train import TrainConfig
 from trainers.config.yaml import parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import ConfigError, did_you_mean
+from trainers.errors import ConfigError, counted, did_you_mean
 from trainers.launch.user_code import (
     add_to_path,
     load_function,
@@ -44,7 +53,7 @@ class Result(Protocol):
     """What a worker returns."""
 
     def to_json(self) -> str:
-        """Return it as JSON, to pass it between processes."""
+        """Return the result as JSON, to pass it between processes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Answer:
     """A result that consists of plain data."""
 
     def to_json(self) -> str:
-        """Return it as JSON, to pass it between processes."""
+        """Return the result as JSON, to pass it between processes."""
         return json.dumps(asdict(self))
 
 
@@ -71,18 +80,18 @@ class Spec:
     path: tuple[str, ...]
     """Directories of the module that the configuration names."""
     source: str
-    """The file it came from, for error messages."""
+    """The file that the configuration came from, for error messages."""
     uri: str
     """The run's directory."""
     token: str = field(default="", kw_only=True)
-    """The token of the directory's lease, without which nothing is written; empty if
-    nobody holds a lease.
+    """The token of the directory's lease: workers write only while this token
+    holds the lease. Empty if there is no lease to check.
     """
     quiet: bool = field(default=False, kw_only=True)
     """Whether workers log only warnings."""
     told: Literal["", "line", "json"] = field(default="", kw_only=True)
-    """What happens to the run's records while it runs: nothing, a live line, or one
-    JSON record each on standard output.
+    """How the run's records are shown while it runs: not at all, as a live
+    line, or each as JSON on standard output.
     """
 
     @functools.cached_property
@@ -91,7 +100,7 @@ class Spec:
         return fenced(Storage(self.uri), MARK, self.token)
 
     def __getstate__(self) -> Tree:
-        return asdict(self)  # without what is kept of the properties
+        return asdict(self)  # without cached properties
 
 
 class FunctionSpec(Spec):
@@ -105,11 +114,14 @@ class FunctionSpec(Spec):
     def load(self) -> Callable[[], Any]:
         """Return the imported function, ready to be called without arguments.
 
-        Its directories are put on `sys.path`. Raises ConfigError as for a task.
+        Puts the directories of the function's module on `sys.path`. Raises
+        ConfigError if the function cannot be imported.
         """
         config = self.config
         add_to_path(list(self.path))
-        return load_function(config.train_func, config.train_loop_config, self.source)
+        return load_function(
+            config.train_func, config.train_loop_config, self.source
+        )
 
 
 class RunSpec(Spec):
@@ -123,7 +135,7 @@ class RunSpec(Spec):
     def load_task(self, context: RunContext | None = None) -> Task:
         """Import and construct the task; raises ConfigError.
 
-        A watchdog watches this, unless `context` already has one.
+        A new watchdog watches the import, unless `context` already has one.
         """
         config = self.config
         rank = int(os.environ.get("RANK", "0"))
@@ -145,14 +157,16 @@ class Job(RunSpec, ABC, Generic[R]):
         """Do the work of one worker."""
 
     def read_result(self, text: bytes) -> R:
-        """Parse the JSON of what `execute` returned."""
+        """Parse the JSON of the result of `execute`."""
         found: R = parse_json(text, self.answer)
         return found
 
 
 def torchrun_world_size() -> int | None:
     """Return the number of workers if torchrun started this process, else None."""
-    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+    if all(
+        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    ):
         return int(os.environ["WORLD_SIZE"])
     return None
 
@@ -161,27 +175,23 @@ def read_file(location: str) -> tuple[Tree, Path | None]:
     """Return a configuration file's mapping and its directory (None for a URI)."""
     if "://" in location:
         file = Storage(location)
-        return parse_mapping(_read(file.parent, file.name, location), location), None
+        return parse_mapping(
+            _read(file.parent, file.name, location), location
+        ), None
     path = Path(location)
-    above = path.parent
-    try:
-        tree = parse_mapping(read_text(path, location), location)
-        return tree, Path(os.path.abspath(above))  # noqa: PTH100 (no symlink is resolved)
-    except FileNotFoundError:
-        beside = [file.name for file in above.glob("*.y*ml")]
-        otherwise = "check its name"
-        fix = did_you_mean(path.name, beside, otherwise, lambda near: str(above / near))
-        raise ConfigError("the file", location, "is not there", fix) from None
+    tree = parse_mapping(read_text(path, location), location)
+    return tree, Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
 
 
 def _read(storage: Storage, name: str, source: str) -> str:
+    fix = "name another file, or restore this one"
     if storage.info(name).type.name != "File":
-        raise ConfigError("the file", source, "is no file there", "name another")
+        raise ConfigError("the file", source, "is not a file", fix)
     try:
         return storage.read(name).decode()
     except UnicodeDecodeError as error:
         rule = f"is not text ({error.reason})"
-        raise ConfigError("the file", source, rule, "name another") from error
+        raise ConfigError("the file", source, rule, fix) from error
 
 
 def read_mapping(storage: Storage, name: str) -> Tree:
@@ -193,7 +203,7 @@ def read_mapping(storage: Storage, name: str) -> Tree:
 def read_run(
     location: str, overrides: Mapping[str, Any], world_size: int | None = None
 ) -> RunSpec | FunctionSpec:
-    """Read and check a run's file before torch or Ray is imported; ConfigError if bad.
+    """Read and check a run's file without importing torch or Ray; raises ConfigError.
 
     `world_size` is given if the launcher has already decided it (torchrun).
     """
@@ -208,7 +218,7 @@ def run_with(
     overrides: Mapping[str, Any],
     world_size: int | None,
 ) -> RunSpec | FunctionSpec:
-    """Set dotted keys in a mapping, and check it; see `make_spec`."""
+    """Set dotted keys in a run's mapping, and check the result; see `make_spec`."""
     kind = kind_of(tree)
     tree = override(kind, tree, overrides)
     is_torchruns = world_size is not None and kind is TrainConfig
@@ -221,11 +231,11 @@ def run_with(
 def make_spec(
     tree: Tree, source: str, directory: Path | None, own_workers: bool = True
 ) -> RunSpec | FunctionSpec:
-    """Check a mapping of a task's run, or of a training function's, from `source`.
+    """Check a run's mapping, which came from `source`, and return the run's spec.
 
-    Relative names are relative to `directory`. With `own_workers`, the workers will be
-    started on this machine, and must fit; torchrun's are already running, on any
-    machine.
+    Relative names are relative to `directory`. With `own_workers`, the workers
+    must fit on this machine unless they will run on a cluster; torchrun's
+    workers are already running.
     """
     config = build_run(tree, source)
     key = "train_func"
@@ -236,7 +246,9 @@ def make_spec(
         config = config.with_global_batch()
     if own_workers and not (on_ray and os.environ.get("RAY_ADDRESS")):
         check_machine(config.scaling, source)
-    path = task_path(getattr(config, key), config.task_dir, directory, source, key)
+    path = task_path(
+        getattr(config, key), config.task_dir, directory, source, key
+    )
     try:
         place = Storage(storage_uri(config.storage_path))
     except ConfigError as error:
@@ -252,14 +264,17 @@ def check_machine(scaling: ScalingConfig, source: str) -> None:
     workers = scaling.max_workers
     each = scaling.cpus_per_worker
     if workers * each > cores:
-        cost = f" with {each} cores each" if each > 1 else ""
-        rule = f"must fit on this machine{cost}, which has {cores} cores"
+        cost = f" (each worker takes {each})" if each > 1 else ""
+        rule = f"must fit on this machine, which has {counted(cores, 'core')}{cost}"
         fix = f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster"
         raise ConfigError("scaling.num_workers", workers, rule, fix, source)
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """Check precision and device for a type of device; None means this machine's."""
+    """Raise ConfigError if the precision does not suit a type of device.
+
+    None means the device that the run would use on this machine.
+    """
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 
@@ -275,13 +290,17 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
 
 
 def open_run(location: str) -> tuple[Storage, TrainConfig]:
-    """Return a run's directory and its last configuration; ConfigError if none."""
+    """Return a run's directory and last configuration; ConfigError if there is no run."""
     storage = Storage(storage_uri(location))
     if not storage.exists(MARK):
         above = storage.parent
-        runs = [name for name in above.names() if above.exists(f"{name}/{MARK}")]
+        runs = [
+            name for name in above.names() if above.exists(f"{name}/{MARK}")
+        ]
         otherwise = "give the directory of a run"
         fix = did_you_mean(storage.name, runs, otherwise, above.locate)
-        raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
+        raise ConfigError(
+            "RUN", location, f"is not a run: it holds no {MARK}", fix
+        )
     tree = read_mapping(storage, MARK)
     return storage, build(TrainConfig, tree, storage.locate(MARK))

@@ -22,9 +22,12 @@ class TrainJob(Job[RunResult]):
             try:
                 return fit(self.load_task(context), self.config, context)
             except SystemExit as error:
-                if type(error) is not SystemExit:  # a lane's, which stops a trial
+                # A lane raises a subclass to stop a trial.
+                if type(error) is not SystemExit:
                     raise
-                # The command would end with its code, which may be 0.
-                words = f"the task has left with exit code {error.code!r}"
+                # Otherwise the command would exit with this code, maybe 0.
+                words = (
+                    f"the task ended the process with exit code {error.code!r}"
+                )
                 failure = RuntimeError(words)
                 raise failure.with_traceback(error.__traceback__) from None

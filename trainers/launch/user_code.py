@@ -33,10 +33,10 @@ def task_path(
 ) -> list[str]:
     """Return the directories that `sys.path` needs for the module that `key` names.
 
-    The module may be beside the YAML file, above it, in the working directory, or
-    installed.
+    The module may be in the YAML file's directory or one above it, in the
+    working directory, or installed.
 
-    Raises ConfigError if there is neither such a file nor such an installed module.
+    Raises ConfigError if the module is nowhere.
     """
     module, _, class_name = task.partition(":")
     own = []
@@ -50,28 +50,34 @@ def task_path(
         root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
         base = root.joinpath(*module.split("."))
         with contextlib.suppress(OSError):  # a name too long for a file
-            if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+            if (
+                base.with_suffix(".py").is_file()
+                or (base / "__init__.py").is_file()
+            ):
                 return [str(path) for path in dict.fromkeys([root, *own])]
     with contextlib.suppress(ImportError, ValueError, OSError):
         if importlib.util.find_spec(module) is not None:
             return [str(path) for path in own]
     folder = yaml_dir or Path.cwd()
-    where = f"{Path.cwd() / (task_dir or '')}, in {folder} or a directory above it"
+    where = (
+        f"{Path.cwd() / (task_dir or '')}, in {folder} or a directory above it"
+    )
     beside = [path.stem for path in folder.glob("*.py")]
     leaf = module.rpartition(".")[2]
     otherwise = "check the name and `task_dir`"
-    fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
+    fix = did_you_mean(
+        leaf, beside, otherwise, lambda near: f"{near}:{class_name}"
+    )
     file = module.replace(".", "/") + ".py"
-    rule = f"cannot be found: no {file} in {where}, nor an installed module"
+    rule = f"cannot be found: no {file} in {where}, and no installed module of that name"
     raise ConfigError(key, task, rule, fix, source)
 
 
 def portable(paths: list[str]) -> list[str]:
     """Inside a Ray job, make paths below the working directory relative to it.
 
-    The job's package is in another place in the next job, and maybe on another node.
-
-    Outside of a job, return the paths as they are.
+    In the next job, the package is in another place, and maybe on another
+    node.
     """
     if not inside_ray_job():
         return paths
@@ -84,7 +90,11 @@ def portable(paths: list[str]) -> list[str]:
 
 
 def add_to_path(paths: list[str]) -> None:
-    """Put directories first on `sys.path`; relative ones are found via its entries."""
+    """Put directories first on `sys.path`.
+
+    Relative ones are looked for below the working directory, then below the
+    entries of `sys.path`.
+    """
     for path in reversed(paths):
         for base in [str(Path.cwd()), *sys.path]:
             found = str(Path(base, path))
@@ -98,9 +108,9 @@ def add_to_path(paths: list[str]) -> None:
 def load_task(task: str, task_args: Tree, source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`.
 
-    Raises ConfigError, which says what is wrong.
+    Random numbers drawn meanwhile are the same in every process.
 
-    Random numbers that this draws are the same in every process.
+    Raises ConfigError.
     """
     with without_collection():
         from trainers.devices.device import drawn_alike
@@ -116,31 +126,37 @@ def load_task(task: str, task_args: Tree, source: str) -> Task:
 
 def load_class(key: str, named: str, base: type, source: str) -> type:
     """Import the class named `module:Class`, which must derive from `base`."""
-    found = load_named(key, named, "class", source)
-    if isinstance(found, type) and issubclass(found, base):
-        return found
-    rule = f"is not a {base.__module__}.{base.__name__}"
-    fix = f"derive the class from {base.__name__}"
-    raise ConfigError(key, named, rule, fix, source)
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, base)
+
+    kind = f"class derived from {base.__module__}.{base.__name__}"
+    found: type = load_named(key, named, kind, fits, source)
+    return found
 
 
-def load_function(train_func: str, config: Tree, source: str) -> Callable[[], Any]:
-    """Import a training function; bind `config` if it takes a parameter."""
+def load_function(
+    train_func: str, config: Tree, source: str
+) -> Callable[[], Any]:
+    """Import a training function; bind `config` if the function takes a parameter."""
     with without_collection():
         function: Callable[..., Any] = load_named(
-            "train_func", train_func, "function", source
+            "train_func", train_func, "function", _is_function, source
         )
-    if not callable(function) or isinstance(function, type):
-        rule = "is no function"
-        raise ConfigError("train_func", train_func, rule, "name one", source)
     if config or inspect.signature(function).parameters:
         _check_call("train_loop_config", config, function, source, config)
         return functools.partial(function, copy.deepcopy(config))
     return function
 
 
-def load_named(key: str, named: str, kind: str, source: str) -> Any:
-    """Import the class or function named `module:name`."""
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def load_named(
+    key: str, named: str, kind: str, fits: Callable[[Any], bool], source: str
+) -> Any:
+    """Import `module:name`; ConfigError if it is not of the `kind` that `fits` tests."""
     module_name, _, name = named.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -150,15 +166,18 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
         if isinstance(error, SyntaxError) and error.filename:
             words = error.msg
             where = f"{Path(error.filename).name}:{error.lineno}"
-        rule = f"cannot be imported ({type(error).__name__}: {words}, at {where})"
+        rule = (
+            f"cannot be imported ({type(error).__name__}: {words}, at {where})"
+        )
         fix = "fix that line or install what it needs"
         raise ConfigError(key, named, rule, fix, source) from error
     found = getattr(module, name, None)
-    if found is None:
-        rule = f"names no {kind} of {module.__file__}"
-        otherwise = f"name a {kind} that is there"
+    if not fits(found):
+        rule = f"names no {kind} in {getattr(module, '__file__', module_name)}"
+        there = [other for other, value in vars(module).items() if fits(value)]
+        otherwise = "name one, or write it"
         fix = did_you_mean(
-            name, dir(module), otherwise, lambda near: f"{module_name}:{near}"
+            name, there, otherwise, lambda near: f"{module_name}:{near}"
         )
         raise ConfigError(key, named, rule, fix, source)
     return found
@@ -174,5 +193,5 @@ def _check_call(
         signature.bind(*args, **given)
     except TypeError as error:
         rule = f"does not fit {name} ({error})"
-        fix = f"its signature is {name}{signature}"
+        fix = f"match the signature {name}{signature}"
         raise ConfigError(key, value, rule, fix, source) from error

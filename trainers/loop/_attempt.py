@@ -1,7 +1,4 @@
-"""One worker's attempt at a run: what it trains with, and how far it has come.
-
-The other parts of the loop share it.
-"""
+"""One worker's attempt at a run: what it trains with, and how far it has come."""
 
 import logging
 import time
@@ -46,12 +43,12 @@ class EarlyStopping:
 
     @property
     def words(self) -> str | None:
-        """Why the run ends; None while it goes on."""
+        """Why the run ends; None while it continues."""
         if self.goal is None or self._waited < self._patience:
             return None
-        best = "no value of it was finite"
+        best = "no value was finite"
         if self._best is not None:
-            best = f"its best is {self._best:.6g} of step {self._best_step}"
+            best = f"the best is {self._best:.6g} at step {self._best_step}"
         return f"stopped early: {self.goal.metric} has not improved in {self._waited} evaluations ({best})"
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
@@ -124,14 +121,14 @@ class Attempt:
         """The last step of the last window of the log."""
         self.evaluated_step = -1
         self.reported: list[dict[str, float]] = []
-        """The evaluations reported to the launcher, if they are only kept in
-        checkpoints.
+        """The evaluations reported to the launcher, if only checkpoints keep
+        them.
         """
         self.cut_window: Losses = {}
         """The losses of the log's last window, if the end of the run cut it short."""
         self.weightless = 0
-        """Number of steps in this attempt that learnt nothing, because all their
-        samples have weight zero.
+        """Number of steps in this attempt that trained nothing, because all
+        their samples have weight zero.
         """
         self.checkpoint: str | None = None
         """Where the newest checkpoint is."""
@@ -141,8 +138,8 @@ class Attempt:
         """Training time of the launches before this one."""
         self.pauses = Pauses()
         self.later: deque[tuple[int, Callable[[], None]]] = deque()
-        """Deferred calls that wait for results of the device, in order, each with the
-        step at which it was queued.
+        """Deferred calls that wait for results of the device, in order, each
+        with the step at which it was queued.
         """
 
     @property
@@ -174,7 +171,9 @@ class Attempt:
             if goal is not None:
                 check_metric(goal.key, goal.metric, figures)
 
-    def is_due(self, step: int, every: EvaluateConfig | CheckpointConfig) -> bool:
+    def is_due(
+        self, step: int, every: EvaluateConfig | CheckpointConfig
+    ) -> bool:
         """Return whether a step completes an interval of `every`."""
         if every.every_steps is not None:
             return step % every.every_steps == 0
@@ -198,7 +197,7 @@ class Attempt:
         place: dict[str, Any] = {"step": self.step}
         if self.epochs is not None:
             place["epoch"] = self.epochs
-        if self.config.changes_batch:  # else they follow from the steps
+        if self.config.changes_batch:  # else samples follow from steps
             place["samples"] = self.samples
         place["train_time_s"] = self.clock.train_time_s
         return place
@@ -213,12 +212,14 @@ class Attempt:
     def stream_mark(self) -> Mark | None:
         """Return the mark of the stream's samples up to the first row of the last step.
 
-        All ranks have read these, so their marks can be compared.
+        All ranks have read these samples, so the ranks' marks can be compared.
         """
         stream = self.parts.train_feed.dataset
         if self.step == 0 or not isinstance(stream, Stream):
             return None
-        return stream.mark_at(self.parts.sampler.batches.samples(self.step - 1) + 1)
+        return stream.mark_at(
+            self.parts.sampler.batches.samples(self.step - 1) + 1
+        )
 
     def report(self, checkpoint: str | None) -> None:
         """Report the run's position and newest figures to the launcher.

@@ -1,6 +1,7 @@
-"""Write a run's checkpoints during training, and let all ranks agree when.
+"""Write a run's checkpoints during training, at steps on which all ranks agree.
 
-Every few steps the ranks decide together whether to stop, write a checkpoint, or fail.
+Every few steps the ranks decide together whether to stop, write a checkpoint,
+or fail.
 """
 
 import logging
@@ -15,7 +16,12 @@ from trainers.checkpoint.run_state import Keeper
 from trainers.data.stream import Stream, refuse_other_samples
 from trainers.devices.device import to_host
 from trainers.devices.group import find_unlike
-from trainers.errors import CheckpointError, ConfigError, DivergedError, counted
+from trainers.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    counted,
+)
 from trainers.loop._attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
 from trainers.model.sharding import is_sharded
@@ -25,19 +31,19 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 STREAM_S = 600.0
-"""Default time between two checkpoints of a stream, which has no epochs."""
+"""Default time between two checkpoints of a run on a stream, which has no epochs."""
 AGREE_EVERY_STEPS = 10
-"""Steps between two agreements of all ranks: the longest that a bad loss or a stop
-waits; on CUDA twice as many.
+"""Steps between two agreements of all ranks. A bad loss or a request to stop
+takes effect within this many steps, on CUDA within twice as many.
 """
 
 
 class Checkpointing:
     """Writes an attempt's checkpoints.
 
-    Without storage no checkpoint is due, unless there is a refuge and `checkpoint` says
-    when. If there is a refuge, a checkpoint is written to it before the node is taken
-    away.
+    A run without storage writes them only to the context's refuge, if there is
+    one: before a node is taken away and, if `checkpoint` sets an interval, also
+    at each interval and at the end.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -53,13 +59,18 @@ class Checkpointing:
             changes = {"checkpoint": self._every}
             self._config = self._config.model_copy(update=changes)
         self._off_course = ""
-        """Why the checkpoint does not belong to a run as long as this one."""
+        """Why the checkpoint does not fit a run of this length."""
         self._keeper = self._make(storage) if storage else None
 
     def _make(self, storage: Storage) -> Keeper:
         attempt = self.attempt
         return Keeper(
-            storage, attempt.parts, attempt.task, self._config, attempt.log, self._kept
+            storage,
+            attempt.parts,
+            attempt.task,
+            self._config,
+            attempt.log,
+            self._kept,
         )
 
     def due(self) -> bool:
@@ -69,14 +80,16 @@ class Checkpointing:
         return self.attempt.is_due(self.attempt.step, self._every)
 
     def wanted(self, preempted: bool) -> bool:
-        """Return whether this rank wants one: by `every_s`, or due to preemption."""
+        """Return whether this rank wants a checkpoint: by `every_s`, or if preempted."""
         if self._keeper is None:
             return preempted and self.attempt.context.refuge is not None
         return self._keeper.due() or preempted
 
     def improves(self, figures: Mapping[str, float]) -> bool:
         """Return whether these figures are the best so far, by `checkpoint.best`."""
-        return self._keeper is not None and self._keeper.checkpoints.improves(figures)
+        return self._keeper is not None and self._keeper.checkpoints.improves(
+            figures
+        )
 
     @property
     def busy(self) -> bool:
@@ -94,7 +107,9 @@ class Checkpointing:
         if self._keeper is None:
             assert attempt.context.refuge is not None
             self._keeper = self._make(attempt.context.refuge)
-        figures = attempt.metrics if attempt.evaluated_step == attempt.step else {}
+        figures = (
+            attempt.metrics if attempt.evaluated_step == attempt.step else {}
+        )
         with (
             attempt.watchdog.phase("checkpoint"),
             averaged(attempt.parts.optimizer, attempt.parts.ema),
@@ -136,14 +151,14 @@ class Checkpointing:
         }
 
     def _kept(self, where: str) -> None:
-        """Report a checkpoint that is complete."""
+        """Report a complete checkpoint."""
         self.attempt.checkpoint = where
         self.attempt.watchdog.beat()
         self.attempt.report(where)
         self.attempt.tell("checkpoint", {"checkpoint": where})
 
     def advance(self) -> None:
-        """Advance the checkpoint being written; no rank may be busy with it."""
+        """Continue with the checkpoint being written; call this once no rank is `busy`."""
         if self._keeper is not None:
             self._keeper.advance()
 
@@ -155,30 +170,41 @@ class Checkpointing:
             self.attempt.pauses.written_s = self._keeper.checkpoints.written_s
 
     def keep_end(self) -> None:
-        """Write a checkpoint of the last step, unless it has one, and wait for it."""
-        if self._keeper is not None and self._keeper.kept_step != self.attempt.step:
+        """Write a checkpoint of the last step, unless there is one, and wait for it."""
+        if (
+            self._keeper is not None
+            and self._keeper.kept_step != self.attempt.step
+        ):
             self.keep(at_once=True)
         self.settle()
 
     def resume(self) -> None:
         """Resume from the newest complete checkpoint, if any; begin a stream there.
 
-        A trial starts over, with a warning in its result, if a run of its present
-        length would not have passed through the checkpoint's state.
+        A trial starts over, with a warning in its result, if its length has
+        changed and a run of the new length would be in a different state at
+        the checkpoint's step.
         """
         attempt = self.attempt
         context = attempt.context
         keeper = self._keeper
         position = None
-        if keeper is None and context.refuge is not None and context.source is not None:
-            keeper = self._make(context.refuge)  # for this alone: nothing else is kept
+        if (
+            keeper is None
+            and context.refuge is not None
+            and context.source is not None
+        ):
+            # Only to resume: nothing is written here.
+            keeper = self._make(context.refuge)
         try:
             if keeper is not None:
                 position = keeper.resume(context.source, self._check_course)
         except CheckpointError:
             if not self._off_course:
                 raise
-            attempt.parts.warnings.append(f"trained anew: {self._off_course}")
+            attempt.parts.warnings.append(
+                f"trained from the start: {self._off_course}"
+            )
         if keeper is not None and position is not None:
             self._go_back(keeper, position)
         stream = attempt.parts.train_feed.dataset
@@ -194,7 +220,10 @@ class Checkpointing:
         attempt.step = step
         attempt.logged_step = step
         parts.step.number = step
+        attempt.stopping.load_state_dict(position["stopping"])
+        attempt.end_early()
         losses = position["window"]
+        # If the run trains no further, its last window is already logged.
         if losses and step < attempt.end:
             attempt.logged_step -= losses["train_loss"][1]
             parts.step.set_losses(losses)
@@ -203,13 +232,11 @@ class Checkpointing:
         attempt.earlier_time_s = time_s
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
-        attempt.stopping.load_state_dict(position["stopping"])
         is_as_long = position["total_steps"] == parts.total_steps
         for row in position["reported"]:
             if is_as_long or self._is_evaluated(row["step"]):
                 attempt.reported.append(row)
                 attempt.context.report(row, None, attempt.elapsed_s)
-        attempt.end_early()
         if keeper.kept_step == step:
             attempt.checkpoint = keeper.checkpoints.locate(step)
         if attempt.context.rank == 0:
@@ -218,7 +245,7 @@ class Checkpointing:
             self._say_other(position)
 
     def _is_evaluated(self, step: float) -> bool:
-        """Whether a run that continues beyond this step is evaluated at it."""
+        """Whether a run that continues beyond this step also evaluates at this step."""
         return self.attempt.is_due(int(step), self.attempt.config.evaluate)
 
     @property
@@ -231,41 +258,45 @@ class Checkpointing:
         return course.name != "constant" or isinstance(course.warmup, float)
 
     def _check_course(self, position: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a run of another length would differ by now."""
+        """Raise CheckpointError if a run of the new length would have another state."""
         parts = self.attempt.parts
         then = position["total_steps"]
-        if self.attempt.context.storage is not None or then == parts.total_steps:
+        if (
+            self.attempt.context.storage is not None
+            or then == parts.total_steps
+        ):
             return
+        step = position["step"]
         follows = position["stopping"] or parts.schedule is not None
         if self._goes_by_length:
-            self._off_course = f"the learning rate goes by the number of steps, {then} then, {parts.total_steps} now"
+            self._off_course = f"the learning rate depends on the number of steps, which was {then} and is {parts.total_steps} now"
+        elif step > parts.total_steps:
+            self._off_course = f"the checkpoint is of step {step}, and this run ends at step {parts.total_steps}"
         elif follows and not self._is_evaluated(position["evaluated_step"]):
-            self._off_course = (
-                f"what follows evaluations had one more, at the end of {then} steps"
-            )
+            self._off_course = f"early stopping or the scheduler used the evaluation at the end of {then} steps, which this run does not make"
         if self._off_course:
             raise CheckpointError(self._off_course)
 
     def _say_other(self, position: Mapping[str, Any]) -> None:
-        """Warn if the checkpoint was trained with other samples or another length."""
+        """Warn if the samples or the length differ from the checkpoint's."""
         parts = self.attempt.parts
         before = position["samples"]
         if before and parts.samples and before != parts.samples:
             logger.warning(
-                "the training split gives other samples than before step %d: some may come twice, others never; %s",
+                "the training split gives different samples than before step %d: some may come twice, others never; %s",
                 self.attempt.step,
-                "let its order follow from a seed, and sort the names of files",
+                "let its order follow from a seed, and sort file names",
             )
         then = position["total_steps"]
         if self._goes_by_length and then != parts.total_steps:
             logger.warning(
-                "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on",
+                "the run now has %s instead of %d: a learning rate that depends on this changes course",
                 counted(parts.total_steps, "step"),
                 then,
             )
 
     def close(self) -> None:
-        """Abandon the checkpoint being written; may wait for this rank's thread."""
+        """Abandon the checkpoint being written; may wait for the thread that writes it."""
         if self._keeper is not None:
             self.attempt.watchdog.enter("checkpoint")
             self._keeper.checkpoints.abandon()
@@ -273,7 +304,7 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one rank wants, or, once agreed, what any of them wants."""
+    """What one rank wants or, once agreed, what any rank wants."""
 
     stop: bool = False
     diverged: bool = False
@@ -292,11 +323,7 @@ _DIVERGED = [field.name for field in fields(Agreement)].index("diverged")
 
 
 class Agreements:
-    """An attempt's successive agreements of all ranks.
-
-    On CUDA nothing waits for the device: what ranks submitted is read at the next
-    agreement, ten steps later, unless it is needed at once.
-    """
+    """The successive agreements of all ranks during one attempt."""
 
     def __init__(self, attempt: Attempt, checkpointing: Checkpointing) -> None:
         self.attempt = attempt
@@ -307,13 +334,15 @@ class Agreements:
     def next(self, at_once: bool) -> Agreement:
         """Agree with all ranks on what comes next.
 
-        On CUDA, unless `at_once` is set or something must be done now, this is what the
-        ranks submitted in the previous call.
+        On CUDA, unless `at_once` is set or something must be done now, this
+        method returns what the ranks submitted in the previous call, ten steps
+        earlier, so that nothing waits for the device.
 
         Every rank must call it.
 
-        Raises, on all ranks, DivergedError for a bad loss, and ConfigError if ranks
-        have different samples of a stream, or use a sharded model differently.
+        Raises, on all ranks, DivergedError for a bad loss, and ConfigError if
+        ranks have different samples of a stream, or use a sharded model
+        differently.
         """
         attempt = self.attempt
         attempt.clock.end_span()
@@ -329,7 +358,7 @@ class Agreements:
 def _ask(
     attempt: Attempt, checkpointing: Checkpointing
 ) -> tuple[Agreement, Callable[[], Agreement]]:
-    """Submit what this rank wants; return it, and a function that waits for all."""
+    """Submit what this rank wants; return it, and a function that awaits all ranks."""
     context = attempt.context
     max_time_s = attempt.config.max_time_s
     elapsed_s = time.monotonic() - attempt.began
@@ -347,16 +376,19 @@ def _ask(
     used = float(attempt.parts.step.used.digest)
     numbers = [elapsed_s, told, -told, used, -used]
     flags = torch.tensor([*astuple(mine), *numbers], dtype=torch.float64)
-    if group.device.type == "cuda":  # where `bad` is
+    if group.device.type == "cuda":  # the device of `bad`
         flags = flags.to(group.device, non_blocking=True)
     flags[_DIVERGED] = attempt.parts.step.bad
     step = attempt.step
     read = to_host(group.max(flags))
 
     def answer() -> Agreement:
-        *flagged, attempt.elapsed_s, most, least, most_used, least_used = read()
+        *flagged, attempt.elapsed_s, most, least, most_used, least_used = (
+            read()
+        )
         if most != -least:
-            refuse_other_samples(attempt.config.task, row)
+            task = attempt.config.task
+            refuse_other_samples("stream", task, f" before row {row}")
         if most_used != -least_used:
             _refuse_other_blocks(step)
         agreed = Agreement(*(bool(flag) for flag in flagged))
@@ -379,8 +411,8 @@ def _refuse_other_blocks(step: int) -> NoReturn:
     raise ConfigError(
         "strategy",
         "fsdp",
-        f"shares one model, of which ranks have used other blocks or parameters before step {step}: what they sent each other was mixed up",
-        "use all of them in every forward and loss (`0 * output.sum()` is a use), or set `strategy: ddp`",
+        f"needs all ranks to use the same blocks and parameters; before step {step} they did not",
+        "use all blocks and parameters in every forward and loss (`0 * output.sum()` is a use), or set `strategy: ddp`",
     )
 
 
@@ -389,13 +421,15 @@ def check_replicas(parts: Replica, task: str, step: int) -> None:
     if is_sharded(parts.model):
         return
     named = {**dict(parts.model.named_parameters()), **parts.beside}
-    trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+    trained = {
+        name: tensor for name, tensor in named.items() if tensor.requires_grad
+    }
     found = find_unlike(trained, parts.group)
     if found is not None:
         name, share = found
         raise ConfigError(
             "task",
             task,
-            f"has trained ranks apart: at step {step} `{name}` differs by {share:.1e} of its largest value",
-            "change parameters by the optimizer alone, or alike on every rank",
+            f"lets parameters drift apart between ranks: at step {step} `{name}` differs by {share:.1e} of its largest value",
+            "change parameters only through the optimizer, or identically on every rank",
         )

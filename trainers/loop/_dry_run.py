@@ -1,7 +1,7 @@
-"""What is tried before the first step, and leaves no trace in the run.
+"""What is checked and tried before the first step, without a trace in the run.
 
-States that no checkpoint could give back are refused, the microbatch is found, and
-throw-away passes look at the task: all before training, and on every rank.
+States that no checkpoint could restore are refused, the microbatch is found,
+and throw-away passes examine the task, on every rank.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from trainers.checkpoint.validation import is_dense, plain_numbers, tensors_in
 from trainers.context import RunContext
 from trainers.data.sampler import StepSampler, check_apart
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, shorten
+from trainers.errors import MISSING, ConfigError, shorten
 from trainers.loop.data import tell_samples
 from trainers.model.sharding import is_shard, is_sharded, whole
 from trainers.model.strategy import Replicated, no_sync
@@ -27,7 +27,12 @@ from trainers.step.ceiling import Ceiling
 from trainers.step.evaluation import check_evaluation
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
-from trainers.step.microbatch import SAMPLES, Probe, check_loss, choose_microbatch
+from trainers.step.microbatch import (
+    SAMPLES,
+    Probe,
+    check_loss,
+    choose_microbatch,
+)
 from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.step.train_step import Replica, Trained
 from trainers.task import Task
@@ -36,10 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_states(trained: Trained, task: Task, group: Group) -> None:
-    """Raise ConfigError for what no checkpoint gives back: now, not after a crash."""
+    """Raise ConfigError now, not after a crash, for state that no checkpoint restores."""
     model = trained.forward.model
     own = task.state_dict()
-    require_plain(whole(own, group) if is_sharded(model) else own, type(task).__name__)
+    require_plain(
+        whole(own, group) if is_sharded(model) else own, type(task).__name__
+    )
     groups = trained.optimizer.state_dict()["param_groups"]
     require_plain({"param_groups": groups}, type(trained.optimizer).__name__)
     state = model.state_dict()
@@ -47,13 +54,15 @@ def check_states(trained: Trained, task: Task, group: Group) -> None:
     for path, tensor in tensors_in(state):
         if not is_shard(tensor) and not is_dense(tensor):
             raise ConfigError(
-                "task",
-                owner,
-                f"has `{'.'.join(map(str, path))}`, which is sparse, quantized or of a class of its own, and no checkpoint could hold it",
-                "make it dense, or register a buffer that model() makes anew with `persistent=False`",
+                f"{owner}.state_dict()",
+                MISSING,
+                f"returns `{'.'.join(map(str, path))}`, which is sparse, quantized or of a tensor subclass, and cannot be saved",
+                "make it dense; or, if model() computes it anew each time, register it as a buffer with `persistent=False`",
             )
     others = {
-        key: value for key, value in state.items() if not isinstance(value, Tensor)
+        key: value
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
     }
     require_plain(others, owner)
 
@@ -67,10 +76,10 @@ def require_plain(state: dict[str, Any], owner: str) -> None:
         torch.load(data, weights_only=True)
     except Exception as error:
         raise ConfigError(
-            "task",
-            owner,
-            "has a state_dict with more than tensors and plain data, which cannot be loaded safely",
-            "keep numbers, text, lists, dicts and tensors in it",
+            f"{owner}.state_dict()",
+            MISSING,
+            "returns objects other than tensors and plain data, which cannot be loaded safely",
+            "return only numbers, text, lists, dicts and tensors",
         ) from error
 
 
@@ -96,7 +105,9 @@ def find_microbatch(
 
     accumulates = largest < share
     try:
-        return choose_microbatch(wanted, largest, probe, accumulates, bounds, tell)
+        return choose_microbatch(
+            wanted, largest, probe, accumulates, bounds, tell
+        )
     except (RuntimeError, MemoryError) as error:
         # The other ranks of a sharded model still wait in its forward.
         if is_sharded(probe.forward.model):
@@ -114,13 +125,13 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
             field,
             value,
             "leaves a worker a microbatch of one sample, which BatchNorm cannot normalise",
-            "choose a batch size that leaves each worker two samples of every step, or set `drop_last: true`",
+            "choose a batch size that leaves each worker at least two samples of every step, or set `drop_last: true`",
         ) from error
 
 
 @dataclass
 class Seen:
-    """What throw-away passes before training found, to become fields of the Replica."""
+    """What throw-away passes found, to become fields of the Replica."""
 
     flops_per_sample: float | None
     samples: str
@@ -141,8 +152,9 @@ def look_first(
 ) -> Seen:
     """Run the throw-away passes before training, the same ones on every rank.
 
-    Microbatches have `size` samples, a step is split into `pieces`, and `last` is the
-    last step of the first epoch; evaluations take `at_once` samples at a time.
+    Microbatches have `size` samples, and all ranks together split a step into
+    `pieces`. `last` is the last step of the first epoch, or of a shorter run.
+    Evaluations take `at_once` samples at a time.
     """
     train = probe.dataset
     forward = probe.forward
@@ -154,14 +166,17 @@ def look_first(
     with throwaway(forward, dataset=(train, val)):
         with watch if group.world_size > 1 else contextlib.nullcontext():
             rows = sampler.rows(0, SAMPLES)
-            # First: of a model as it was made.
+            # First, while the model is as it was made.
             found = [
-                check_loss(part, train, rows, size, pieces) for part in probe.passes
+                check_loss(part, train, rows, size, pieces)
+                for part in probe.passes
             ]
             if has_singles and _has(model, _BatchNorm):
                 _try_single(probe, sampler.anchor(0))
             microbatch = sampler.rows(0, size)
-            flops_per_sample = count_flops(forward, train, microbatch, probe.phases)
+            flops_per_sample = count_flops(
+                forward, train, microbatch, probe.phases
+            )
         samples = tell_samples(train)
         held_back = tell_samples(val)
         found.append(check_apart(train, val))
@@ -170,7 +185,7 @@ def look_first(
             context.enter("evaluation")
             found.append(check_evaluation(forward, val, at_once))
     warnings = _said(found, group)
-    # Named beside what was seen, since not every model is counted.
+    # SyncBatchNorm is also looked for: some models ran no training pass above.
     syncs = group.world_size > 1 and _has(model, nn.SyncBatchNorm)
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
     return Seen(flops_per_sample, samples, held_back, even, warnings)
@@ -183,7 +198,7 @@ def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
 def _try_single(probe: Probe, row: Tensor) -> None:
     """Raise ConfigError if BatchNorm refuses a microbatch of one sample.
 
-    The last microbatch of an epoch may have just one.
+    The last microbatch of an epoch may have just one sample.
     """
     batch = probe.forward.read(probe.dataset, row)
     try:
@@ -199,13 +214,13 @@ def _try_single(probe: Probe, row: Tensor) -> None:
 
 
 def _left_in_float64(forward: ForwardPass) -> str | None:
-    """Name the parameters that a lower precision does not reach."""
+    """Return a warning that names parameters which the precision leaves in float64."""
     spec = forward.spec
     if spec.name == "fp32" or spec.parameters is not None:
         return None
     named = forward.model.named_parameters()
     left = [name for name, weight in named if weight.dtype == torch.float64]
-    words = f"precision {spec.name} leaves float64 as it is, which these parameters are"
+    words = f"precision {spec.name} leaves these parameters in float64"
     return f"{words}: {shorten(left)}" if left else None
 
 
@@ -226,15 +241,16 @@ def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
 def settle_buckets(replica: Replica, wrapped: Replicated) -> None:
     """Run throw-away passes that settle how DDP averages gradients.
 
-    In the first, each rank uses samples of its own without communicating, to see
-    whether DDP can average the gradients of the loss. If it can, two passes with
-    averaging follow: DDP rebuilds its buckets after the first backward pass, and a
-    resumed run must sum gradients in the same order as an uninterrupted one.
+    In the first, each rank uses its own samples without communicating, to see
+    whether DDP can average the gradients of the loss. If it can, two passes
+    with averaging follow: DDP rebuilds its buckets after the first backward
+    pass, and a resumed run must sum gradients in the same order as an
+    uninterrupted one.
     """
     sampler = replica.sampler
-    # As large as training's own: what fits is known, and another size would be compiled
-    # for nothing. Read here: a loader's process would go on from the random state that
-    # it is left in.
+    # Training's microbatch size is known to fit, and another size would be
+    # compiled for nothing. No loader process reads the samples: its random
+    # state would carry over into training.
     size = replica.microbatch_size
     anchor = sampler.anchor(0)
     share = sampler.share(0)[:size] if sampler.known_length else anchor
@@ -251,7 +267,7 @@ def settle_buckets(replica: Replica, wrapped: Replicated) -> None:
 def _pass_through(
     replica: Replica, wrapped: Replicated, rows: Tensor, alone: bool
 ) -> str | None:
-    """Run a pass of a microbatch; return why DDP cannot average its gradients."""
+    """Run a pass of a microbatch; return why DDP cannot average its gradients, or None."""
     forward = replica.step.forward
     dataset = replica.train_feed.dataset
     with throwaway(forward, dataset=dataset):

@@ -1,7 +1,7 @@
 """What a run measures and reports: windows of its log, evaluations, its result.
 
-Nothing here waits for the device within a step; figures are read when a window is
-logged.
+Nothing here waits for the device within a step; figures are read when a window
+is logged.
 """
 
 import logging
@@ -31,17 +31,12 @@ logger = logging.getLogger(__name__)
 
 COMPARE_EVERY_S = 10.0
 """Seconds between two gathers of all ranks' figures during training."""
-_MEMORY_EVERY_S = (
-    1.0  # a reading is a tenth of a millisecond, and a window may be a single step
-)
+_MEMORY_EVERY_S = 1.0  # a reading takes 0.1 ms, and a window may be one step
 _OBSERVED = ("mfu", "peak_bytes")
 
 
 class Monitor:
-    """Measures a worker per log window, between comparisons, and over the whole run.
-
-    It measures speed, memory, GPU readings and MFU, and compares the ranks.
-    """
+    """Measures speed, memory, GPU and MFU per window and run, and compares ranks."""
 
     def __init__(self, parts: Replica, clock: StepClock) -> None:
         self.device = parts.device
@@ -52,9 +47,13 @@ class Monitor:
         self.peak = device_peak(self.device, parts.spec.name)
         if isinstance(called, DataParallel) and self.peak is not None:
             self.peak *= len(called.device_ids)
-        if self.peak is None and self.device.type == "cuda" and self.group.rank == 0:
+        if (
+            self.peak is None
+            and self.device.type == "cuda"
+            and self.group.rank == 0
+        ):
             logger.info(
-                "no peak of %s in %s is known: MFU is left out",
+                "the peak FLOP/s of %s in %s is not known: MFU is left out",
                 device_name(self.device),
                 parts.spec.name,
             )
@@ -67,10 +66,11 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return the figures of the window that ends, as far as the clock is settled.
+        """Return the ending window's figures, from the steps that the clock has settled.
 
-        They are the global speed and this rank's data wait, and at most once a second
-        also memory.
+        The figures are the global speed, the step time, this rank's share of
+        time spent waiting for data, MFU if it is known and, at most once a
+        second, memory.
         """
         now = self.clock.totals()
         spent = now - self._window
@@ -93,20 +93,28 @@ class Monitor:
         return found
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """Return MFU at this speed; None where FLOPs (on rank 0) or peak are unknown."""
+        """Return MFU at this speed; None if FLOPs or peak are unknown."""
         return utilisation(
-            self.flops_per_sample, samples_per_s, self.group.world_size, self.peak
+            self.flops_per_sample,
+            samples_per_s,
+            self.group.world_size,
+            self.peak,
         )
 
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:
-        """Return each rank's figures since the last call, or None.
+        """Return each rank's figures since the last comparison, or None.
 
-        None within ten seconds of the last comparison, and if there is only one rank.
+        Returns None if there is only one rank, or if the last comparison was
+        less than ten seconds ago.
 
-        `elapsed_s` must be equal on all ranks, and every rank must call this equally
-        often: it may be a collective. Rank 0 warns, once for each finding.
+        `elapsed_s` must be equal on all ranks, and every rank must call this
+        method equally often, because it may be a collective. Rank 0 logs each
+        finding once, as a warning.
         """
-        if self.group.world_size == 1 or elapsed_s - self._compared_s < COMPARE_EVERY_S:
+        if (
+            self.group.world_size == 1
+            or elapsed_s - self._compared_s < COMPARE_EVERY_S
+        ):
             return None
         self._compared_s = elapsed_s
         now = self.clock.totals()
@@ -115,7 +123,9 @@ class Monitor:
         return self._gather(spent)
 
     def finish(self) -> list[RankFigures]:
-        """Return each rank's figures over the whole run after warm-up.
+        """Return each rank's figures over this whole launch.
+
+        Warm-up is left out if any steps follow it.
 
         Every rank must call it.
         """
@@ -161,8 +171,8 @@ class Monitor:
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
     """End a window of the log and begin the next one.
 
-    The figures of its steps are logged once the device has finished them
-    (`Attempt.settle`).
+    The window's figures are logged once the device has finished the window's
+    steps (`Attempt.settle`).
     """
     parts = attempt.parts
     clock = attempt.clock
@@ -170,9 +180,14 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
         return
     clock.end_span()
     losses = parts.step.take_losses(attempt.open_steps)
-    record: dict[str, Any] = {**attempt.position(), "lr": parts.step.wanted_lrs[0]}
+    record: dict[str, Any] = {
+        **attempt.position(),
+        "lr": parts.step.wanted_lrs[0],
+    }
     if attempt.config.changes_batch:
-        record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
+        record["global_batch_size"] = parts.sampler.batches.size(
+            attempt.step - 1
+        )
     attempt.logged_step = attempt.step
     spans = clock.spans
 
@@ -193,7 +208,7 @@ def _log_window(
     _, weightless = taken[WEIGHTLESS]
     if weightless and not attempt.weightless and attempt.context.rank == 0:
         logger.warning(
-            "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out",
+            "weight() is 0 for all samples of %s up to step %d: such steps train nothing, and train_loss leaves them out",
             counted(weightless, "step"),
             record["step"],
         )
@@ -201,7 +216,11 @@ def _log_window(
     losses = _means(taken)
     loss = losses["train_loss"]
     attempt.metrics |= losses
-    record |= {"train_time_s": clock.train_time_s, **losses, **monitor.window()}
+    record |= {
+        "train_time_s": clock.train_time_s,
+        **losses,
+        **monitor.window(),
+    }
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:
@@ -218,7 +237,9 @@ def _log_window(
         done = f"step {record['step']}/{attempt.parts.total_steps}"
         if "epoch" in record:
             done += f"  epoch {record['epoch']:.2f}"
-        speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+        speed = (
+            f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+        )
         logger.info("%s  loss %s  %s", done, in_digits(loss), speed)
 
 
@@ -228,7 +249,9 @@ def take_first_losses(attempt: Attempt) -> None:
     Every rank must call it.
     """
     if attempt.logged_step == 0 < attempt.step:
-        attempt.metrics |= _means(attempt.parts.step.open_losses(attempt.step)())
+        attempt.metrics |= _means(
+            attempt.parts.step.open_losses(attempt.step)()
+        )
 
 
 def _means(losses: Losses) -> dict[str, float]:
@@ -236,15 +259,19 @@ def _means(losses: Losses) -> dict[str, float]:
     means = {}
     for name, (loss, steps) in losses.items():
         if name != WEIGHTLESS and steps:
-            counted_steps = steps - weightless if name == "train_loss" else steps
-            means[name] = loss / counted_steps if counted_steps > 0 else math.nan
+            counted_steps = (
+                steps - weightless if name == "train_loss" else steps
+            )
+            means[name] = (
+                loss / counted_steps if counted_steps > 0 else math.nan
+            )
     return means
 
 
 def validate(attempt: Attempt) -> dict[str, float]:
     """Evaluate and report; return the figures, or none without a validation split.
 
-    Scheduler, task and early stopping receive them.
+    Scheduler, task and early stopping receive the figures.
     """
     began = time.perf_counter()
     take_first_losses(attempt)
@@ -266,7 +293,9 @@ def validate(attempt: Attempt) -> dict[str, float]:
             shown = "  ".join(
                 f"{name} {in_digits(value)}" for name, value in figures.items()
             )
-            logger.info("evaluated at step %d in %.2f s: %s", step, time_s, shown)
+            logger.info(
+                "evaluated at step %d in %.2f s: %s", step, time_s, shown
+            )
     attempt.report(None)
     if figures:
         attempt.task.on_evaluate(dict(figures), step)
@@ -279,7 +308,9 @@ def _figures(attempt: Attempt) -> dict[str, float]:
     parts = attempt.parts
     if parts.val_feed is None:
         return {}
-    frozen = [tensor for tensor in parts.beside.values() if not tensor.requires_grad]
+    frozen = [
+        tensor for tensor in parts.beside.values() if not tensor.requires_grad
+    ]
     in_phase = attempt.watchdog.phase("evaluation", steps=not attempt.compiles)
     with in_phase, averaged(parts.optimizer, parts.ema):
         share_tensors([*parts.model.buffers(), *frozen], parts.group)
@@ -294,7 +325,10 @@ def _figures(attempt: Attempt) -> dict[str, float]:
 
 
 def finish(
-    status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None
+    status: Status,
+    attempt: Attempt,
+    monitor: Monitor,
+    inspection: Inspection | None,
 ) -> RunResult:
     """Return the run's result, the same on every rank; rank 0 also writes it.
 
@@ -315,7 +349,9 @@ def finish(
         "compile": inspection.compiled() if inspection is not None else None,
         "phases_s": dict(attempt.watchdog.spent_s),
     }
-    undefined = [name for name, value in attempt.metrics.items() if math.isnan(value)]
+    undefined = [
+        name for name, value in attempt.metrics.items() if math.isnan(value)
+    ]
     result = RunResult(
         **parts.group.first(of_rank_0),
         status=status,
@@ -340,7 +376,10 @@ def finish(
         samples=attempt.samples,
         earlier_time_s=attempt.earlier_time_s,
         pauses=attempt.pauses,
-        warnings=[*parts.warnings, *(f"{name} is not a number" for name in undefined)],
+        warnings=[
+            *parts.warnings,
+            *(f"{name} is not a number" for name in undefined),
+        ],
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)

@@ -1,4 +1,4 @@
-"""Builds a worker's replica, in the order that memory and seeds need."""
+"""Build a worker's replica, in the order that memory and seeds require."""
 
 import logging
 from dataclasses import replace
@@ -17,7 +17,12 @@ from trainers.data.batch import fetch
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
 from trainers.data.stream import Stream
-from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
+from trainers.devices.device import (
+    device_name,
+    resolve_device,
+    seed_all,
+    set_flags,
+)
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError
@@ -78,7 +83,9 @@ from trainers.task import Task, task_feed
 logger = logging.getLogger(__name__)
 
 
-def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Replica:
+def build_replica(
+    task: Task, config: TrainConfig, context: RunContext
+) -> Replica:
     """Build the device, data, model, optimizer and step of this worker.
 
     Every rank must call it.
@@ -94,7 +101,12 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     def feed(dataset: Dataset[Any]) -> Feed:
         return task_feed(
-            dataset, task, config.data, group.device, sharers=sharers, seed=config.seed
+            dataset,
+            task,
+            config.data,
+            group.device,
+            sharers=sharers,
+            seed=config.seed,
         )
 
     train_feed = feed(train)
@@ -112,16 +124,26 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     share = -(-min(config.batch_size, sampler.length) // group.world_size)
     size = find_microbatch(probe, share, wanted, ceiling, context)
     accumulation = -(-share // size)
-    total_steps = config.max_steps or sampler.batches.first_step(config.epochs or 0)
+    total_steps = config.max_steps or sampler.batches.first_step(
+        config.epochs or 0
+    )
     last = min(sampler.batches.steps_in(0), total_steps) - 1
     pieces = group.world_size * accumulation
     at_once = config.evaluate.microbatch_size
-    seen = look_first(probe, sampler, last, size, pieces, val, at_once, context)
+    seen = look_first(
+        probe, sampler, last, size, pieces, val, at_once, context
+    )
     context.enter("wrapping and compiling the model")
     step = _make_step(probe, config, accumulation)
-    seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
+    # Dropout and transforms differ between ranks.
+    seed_all(config.seed + context.rank)
     schedule = _make_schedule(
-        task, trained.optimizer, config, sampler, total_steps, evaluates=val is not None
+        task,
+        trained.optimizer,
+        config,
+        sampler,
+        total_steps,
+        evaluates=val is not None,
     )
     replica = Replica(
         **vars(trained),
@@ -146,7 +168,7 @@ def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
     """Choose and set up this worker's device; return its group of ranks."""
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
-    # Before any collective: it binds the GPU.
+    # Before any collective, since set_flags binds the GPU.
     set_flags(device, config.scaling.cpus_per_worker, config.deterministic)
     apply_matmul(resolve_precision(config.precision, device))
     if context.local_world_size != context.world_size:
@@ -155,16 +177,18 @@ def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
 
 
 def _unheld(field: str, metric: str) -> ConfigError:
-    """Return the error for a metric of a validation split that does not exist."""
+    """Return the error for a validation metric in a run without a validation split."""
     return ConfigError(
         field,
         metric,
-        'is a figure of the validation split, and dataset("val") gives none',
-        "return a few samples that are held back, or go by another metric",
+        'is a figure of the validation split, and dataset("val") returned None',
+        "return a few samples that are held back, or use another metric",
     )
 
 
-def _refuse_what_evaluates(config: TrainConfig, watches: tuple[str, ...]) -> None:
+def _refuse_what_evaluates(
+    config: TrainConfig, watches: tuple[str, ...]
+) -> None:
     """Raise ConfigError if the configuration names a metric of the validation split."""
     if config.checkpoint.best is not None:
         raise _unheld("checkpoint.best", config.checkpoint.best)
@@ -192,7 +216,7 @@ def _make_sampler(
         look_into(train, given, config.batch_size, config.task, group)
         if config.data.num_workers > 1 and group.rank == 0:
             logger.warning(
-                "`data.num_workers` is %d, and has the effect of 1: one process reads a stream",
+                "`data.num_workers: %d` has the effect of 1: only one process reads a stream",
                 config.data.num_workers,
             )
     return deal_out(
@@ -209,16 +233,16 @@ def _make_sampler(
 def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
     """Return the task's model.
 
-    A forward pass of one sample gives lazy layers (nn.LazyLinear) their shapes before
-    an optimizer gets their parameters.
+    A forward pass of one sample gives lazy layers (nn.LazyLinear) their shapes
+    before an optimizer gets their parameters.
     """
     made: Any = task.model()
     if not isinstance(made, nn.Module):
         raise ConfigError(
             f"{type(task).__name__}.model()",
             type(made).__name__,
-            "must be a module, an instance of nn.Module",
-            "return it alone",
+            "must be an instance of nn.Module",
+            "return a module, and nothing else",
         )
     if any(map(is_lazy, (*made.parameters(), *made.buffers()))):
         with torch.no_grad(), evaluating(made):
@@ -249,13 +273,15 @@ def make_trained(
     check_optimizer(optimizer, owner, config.lr_scaling.rule)
     beside = trained_beside(task, model, optimizer)
     place(beside.values(), group.device, spec.parameters)
-    if beside and optimizer.state:  # it may have made it where they were
+    if beside and optimizer.state:  # the state may be on their old device
         optimizer.load_state_dict(optimizer.state_dict())
     if group.rank == 0:
         warn_untrained(model, optimizer, task)
     set_training(optimizer, True)
     ema = None
-    decay = scaled_decay(config.ema.decay, config.lr_scaling, config.batch_size)
+    decay = scaled_decay(
+        config.ema.decay, config.lr_scaling, config.batch_size
+    )
     if decay is not None:
         ema = MovingAverage(model, optimizer, decay, frozen or ())
     forward = ForwardPass(model, task, spec, group.device)
@@ -274,34 +300,44 @@ def _refuse_complex(model: nn.Module, precision: str) -> None:
             )
 
 
-def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
-    """Raise ConfigError for settings that do not work with a task's own steps.
+def _refuse_with_phases(
+    task: Task, config: TrainConfig, evaluates: bool
+) -> None:
+    """Raise ConfigError for settings that do not fit training_step() or phases().
 
-    Such steps use the bare model.
+    These methods use the bare model.
     """
     if not is_phased(task):
         return
     name = type(task).__name__
-    rule = f"is for steps of one loss, and {name} defines training_step() or phases()"
+    rule = (
+        f"does not work with training_step() or phases(), which {name} defines"
+    )
     if config.strategy in ("fsdp", "dp"):
-        raise ConfigError("strategy", config.strategy, rule, "set `strategy: ddp`")
+        raise ConfigError(
+            "strategy", config.strategy, rule, "set `strategy: ddp`"
+        )
     if config.cuda_graphs is True:
-        raise ConfigError("cuda_graphs", True, rule, "set `cuda_graphs: false`")
+        raise ConfigError(
+            "cuda_graphs", True, rule, "set `cuda_graphs: false`"
+        )
     if evaluates and type(task).loss is Task.loss:
         raise ConfigError(
             "task",
             config.task,
             'has no loss() for the samples of its "val" split',
-            'define it, or return None from dataset("val")',
+            'define loss(), or return None from dataset("val")',
         )
 
 
 def _setting(config: TrainConfig, group: Group) -> str:
-    """Return the key of a microbatch ceiling: devices, strategy, compile mode."""
+    """Return the devices and settings that a ceiling is valid for, as text."""
     workers = f"{group.world_size} x {device_name(group.device)}"
     words = [workers, config.strategy, f"compile {config.compile}"]
     if config.activation_checkpointing != "none":
-        words.append(f"activation_checkpointing {config.activation_checkpointing}")
+        words.append(
+            f"activation_checkpointing {config.activation_checkpointing}"
+        )
     return ", ".join(words)
 
 
@@ -319,14 +355,16 @@ def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
     captures = config.compile in CAPTURING
     if probed.phases:
         if is_compiled:
-            # A phase may call them by themselves.
+            # A phase may call each child directly.
             for child in model.children():
                 compile_model(child, config.compile, config.fullgraph)
         phased = PhasedStep(forward, *rest, probed.phases)
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
-    of = replace(forward, model=wrap_model(model, probed.group, config.strategy))
+    of = replace(
+        forward, model=wrap_model(model, probed.group, config.strategy)
+    )
     step: TrainStep
     if _captures(config, probed, most):
         step = GraphedStep(of, *rest, asked=config.cuda_graphs is True)
@@ -339,13 +377,17 @@ def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
 def _captures(config: TrainConfig, probed: Probe, most: int) -> bool:
     """Return whether to try to capture steps as CUDA graphs.
 
-    With `auto`, only steps of a single microbatch are captured.
+    With `auto`, only steps of a single microbatch on a single GPU are captured,
+    with a fused optimizer, and without strategy dp or fsdp, activation
+    checkpointing, and compile modes that capture CUDA graphs themselves.
     """
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
     group = probed.group
     is_one_pass = group.device.type == "cuda" and group.world_size == most == 1
-    is_bare = config.strategy in ("ddp", "none") and config.compile not in CAPTURING
+    is_bare = (
+        config.strategy in ("ddp", "none") and config.compile not in CAPTURING
+    )
     keeps_all = config.activation_checkpointing == "none"
     groups = probed.optimizer.param_groups
     is_fused = all(param_group.get("fused") for param_group in groups)
@@ -372,7 +414,7 @@ def _make_schedule(
         raise ConfigError(
             "lr_schedule.name",
             course.name,
-            f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own",
+            f"is overruled by {type(task).__name__}.schedule(), which returns a scheduler",
             "remove one of the two",
         )
     batches = sampler.batches if config.counts_samples else None

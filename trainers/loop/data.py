@@ -7,11 +7,11 @@ from typing import Any
 from trainers.context import RunContext
 from trainers.data.batch import fetch
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule, Sizes
-from trainers.data.sampler import Drawn, StepSampler, same_rows_on_ranks
+from trainers.data.sampler import Drawn, StepSampler, name_rows
 from trainers.data.stream import Rereadable, Stream, digest, same_on_ranks
 from trainers.devices.device import drawn_alike, seed_host
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, counted
+from trainers.errors import MISSING, ConfigError, counted
 from trainers.task import Task, load_split
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,8 @@ def load_data(
 ) -> tuple[Any, Any | None]:
     """Load the datasets of both splits; the second is None if nothing is evaluated.
 
-    Raises ConfigError for an empty one. `name` is the task's, for messages.
+    Raises ConfigError for an empty split. `name` is the task's name, for
+    messages.
     """
     context.enter("setup")
     if context.local_rank == 0:
@@ -31,34 +32,40 @@ def load_data(
     context.enter("the barrier after setup")
     group.barrier()
     context.enter("dataset")
-    train = load_split(task, "train", True, group.device)
-    val = load_split(task, "val", False, group.device)
-    if train is None:
-        raise ConfigError(
-            "task",
-            name,
-            'gives no data for its "train" split, and every run needs some',
-            "return one from dataset() or stream()",
-        )
-    if isinstance(val, Rereadable):
-        same_on_ranks(val, group, name)
-    for split, dataset in (("train", train), ("val", val)):
-        if isinstance(dataset, Stream | None):
-            continue
-        if not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                "task",
-                name,
-                "has a dataset without length",
-                "give map-style datasets (`__len__`), or return what is read forward from stream()",
-            )
-        if len(dataset) == 0:
-            raise ConfigError(
-                "task", name, f'has no sample in its "{split}" split', "check its files"
-            )
-        if not isinstance(dataset, Rereadable):
-            same_rows_on_ranks(split, dataset, group)
+    train = load_same(task, "train", name, group, training=True)
+    val = load_same(task, "val", name, group, may_lack=True)
     return train, val
+
+
+def load_same(
+    task: Task,
+    split: str,
+    name: str,
+    group: Group,
+    *,
+    training: bool = False,
+    may_lack: bool = False,
+) -> Any:
+    """Load a split; ConfigError if it has no samples, or if ranks have different samples.
+
+    With `may_lack` it returns None for a task without this split. Every rank
+    must call it.
+    """
+    found = load_split(task, split, training, group.device)
+    if isinstance(found, Stream) or (found is None and may_lack):
+        return found
+    if isinstance(found, Rereadable):
+        same_on_ranks(found.digest(), group, "stream", name)
+    if not hasattr(found, "__len__") or len(found) == 0:
+        raise ConfigError(
+            f'dataset("{split}")',
+            type(found).__name__,
+            "has no sample, or no length",
+            "return a map-style dataset (`__len__`) with samples, or sequential data from stream()",
+        )
+    if not isinstance(found, Rereadable):
+        same_on_ranks(name_rows(found), group, f'dataset("{split}")', name)
+    return found
 
 
 def uncounted(key: str, value: object) -> ConfigError:
@@ -66,7 +73,7 @@ def uncounted(key: str, value: object) -> ConfigError:
     return ConfigError(
         key,
         value,
-        "counts what nobody knows: a stream does not say how many samples it has",
+        "counts epochs, and a stream does not say how many samples an epoch has",
         "count steps (`max_steps`, `every_steps`)",
     )
 
@@ -76,18 +83,18 @@ def look_into(
 ) -> None:
     """Read as many samples of a stream as any throw-away pass may need.
 
-    Steps have at most `most` samples. Raises ConfigError if the stream has a sampler,
-    or differs between ranks.
+    Steps have at most `most` samples. Raises ConfigError if the stream has a
+    sampler, or differs between ranks.
     """
     if sampler is not None:
         raise ConfigError(
             "sampler",
-            type(stream).__name__,
-            "is for data that can be read in any order",
-            "give a map-style dataset",
+            type(sampler).__name__,
+            "needs data that can be read in any order, and stream() gives a stream",
+            "return None from sampler(), or give a map-style dataset",
         )
     stream.digest(-(-most // group.world_size))
-    same_on_ranks(stream, group, task)
+    same_on_ranks(stream.digest(), group, "stream", task)
     if group.rank == 0:
         logger.info("%s", stream.words)
 
@@ -104,12 +111,14 @@ def deal_out(
 ) -> StepSampler:
     """Return the sampler of training steps, in the `given` order if there is one.
 
-    A stream is dealt out as far as `max_steps` will read it.
+    For a stream, the sampler covers the samples that `max_steps` steps read.
     """
     drawn = None
     of_stream = isinstance(train, Stream)
     if of_stream:
-        train = range(BatchSchedule(sizes, ENDLESS, drop_last).samples(max_steps))
+        train = range(
+            BatchSchedule(sizes, ENDLESS, drop_last).samples(max_steps)
+        )
     elif given is not None:
         drawn = Drawn(given, len(train), seed, group.device)
     sampler = StepSampler(
@@ -123,19 +132,18 @@ def deal_out(
         drawn=drawn,
     )
     sampler.of_stream = of_stream
-    if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
-        raise ConfigError(
-            "sampler",
-            drawn.name,
-            "gives each rank another order",
-            "give the order of all samples: the ranks split each step of it",
-        )
+    if drawn is not None:
+        same_on_ranks(sampler.name(), group, "sampler", drawn.name)
     largest = max(size for _, size in sizes)
     if largest > sampler.length and not of_stream:
         given_by = 'dataset("train")' if drawn is None else "sampler()"
         rule = f"is more than the {counted(sampler.length, 'sample')} of an epoch, which {given_by} gives"
-        key = "batch_schedule" if sampler.batches.changes else "global_batch_size"
-        raise ConfigError(key, largest, rule, f"set it to at most {sampler.length}")
+        fix = f"set it to at most {sampler.length}"
+        if sampler.batches.changes:
+            rule = f"has the size {largest}, which {rule}"
+            fix = f"set each size to at most {sampler.length}"
+            raise ConfigError("batch_schedule", MISSING, rule, fix)
+        raise ConfigError("global_batch_size", largest, rule, fix)
     return sampler
 
 
@@ -144,25 +152,29 @@ def check_length(train: Any, sampler: StepSampler) -> None:
 
     Epochs were divided into steps by its earlier length.
     """
-    if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
+    if (
+        sampler.drawn is None
+        and sampler.known_length
+        and sampler.length != len(train)
+    ):
         raise ConfigError(
             'dataset("train")',
             type(train).__name__,
-            f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made",
+            f"has {len(train)} samples now, and had {sampler.length} when its epochs were planned",
             "keep its length; sampler() may choose among samples that are there from the start",
         )
 
 
 def tell_samples(dataset: Any) -> str:
-    """Return a digest of a few samples, by which a resumed run checks it has the same.
+    """Return a digest of a few samples, to tell whether a resumed run has the same ones.
 
-    Empty for a stream, which is checked separately, and for samples that change each
-    time they are read. Call it in a `throwaway` block.
+    Empty for a stream, which is checked separately, and for samples that
+    change each time they are read. Call it in a `throwaway` block.
     """
     if isinstance(dataset, Stream | Rereadable):
         return ""
     told: set[str] = set()
-    with contextlib.suppress(Exception):  # training says it better
+    with contextlib.suppress(Exception):  # training reports it better
         rows = sorted({0, len(dataset) // 2, len(dataset) - 1})
         for _ in range(2):
             seed_host(0)

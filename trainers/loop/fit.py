@@ -1,8 +1,9 @@
-"""Train one worker's run: the same `fit` in a test, under torchrun, Ray, and in a lane.
+"""Train a run on one worker; tests, lanes, torchrun and Ray all use the same `fit`.
 
-build     device, seed, data, model, optimizer; the microbatch that fits (build.py)
-train     from the newest complete checkpoint on (`Training`)
-again     both, with a smaller microbatch, if training runs out of memory
+1. Build (build.py): device, seed, data, model, optimizer, and the microbatch
+   that fits.
+2. Train (`Training`), from the newest complete checkpoint on.
+3. If training runs out of memory, repeat 1 and 2 with a smaller microbatch.
 """
 
 import contextlib
@@ -65,29 +66,33 @@ from trainers.versions import environment
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY = 100
-"""Number of agreements between two checks that ranks still have equal parameters."""
+"""Number of agreements after which the ranks' parameters are compared again."""
 _TUNED_STEPS = 300
-"""Number of steps from which cuDNN's search for the fastest algorithms, which takes
-about a second, pays off.
+"""The fewest steps for which cuDNN's search for the fastest algorithms, which
+takes about a second, pays off.
 """
-_MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
+_MADE_EARLY = (
+    "make it in the module's constructor, or use a lazy layer (nn.LazyLinear)"
+)
 _Plan = tuple[list[Tensor], list[int]]
-"""A step's microbatches, and how many samples each of them counts."""
-_LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
+"""A step's microbatches, and the number of samples that count in each."""
+_LONGEST_WAIT_S = 6e5  # torch's store allows at most 24 days
 
 
 class Training:
     """Runs an attempt's steps, and between them whatever is due, in this order.
 
-    Until the last step (of this launcher's part of the run), or until asked to stop:
+    Until the attempt's last step, or until asked to stop:
 
-    - set the learning rate, run one step (trainers/step/train_step.py), count it;
-    - every ten steps, and before anything is saved, agree with all ranks on stop,
-      divergence and checkpoint time (checkpointing.py);
-    - every `log_every_steps`, whatever else is due, log the mean loss of those steps;
-    - when due, evaluate (monitor.py), checkpoint (checkpointing.py) and report.
+    - set the learning rate, run one step (trainers/step/train_step.py), count
+      it;
+    - every ten steps, and before anything is saved, agree with all ranks on
+      stop, divergence and checkpoint time (_checkpointing.py);
+    - every `log_every_steps`, whatever else is due, log the mean loss of the
+      steps since the last such log;
+    - when due, evaluate (_monitor.py), checkpoint and report.
 
-    Then evaluate and checkpoint the last step, and write `result.json` (monitor.py).
+    Then evaluate and checkpoint the last step, and write `result.json`.
     """
 
     def __init__(
@@ -100,14 +105,16 @@ class Training:
         self.parts = attempt.parts
         self.config = attempt.config
         self.inspection = inspection
-        self.acts_after_step = type(attempt.task).after_step is not Task.after_step
+        self.acts_after_step = (
+            type(attempt.task).after_step is not Task.after_step
+        )
         self.batch_size: int | None = None
         """Batch size of the last step, if there is a batch schedule."""
         self.lr_scale = 1.0
-        """Factor of `lr_scaling` at that size, if there is a batch schedule."""
+        """Factor of `lr_scaling` at the last step's batch size; 1 if the size is fixed."""
         self.tunes = False
-        """Whether cuDNN searches for the fastest algorithms of full steps; an epoch's
-        short step is too rare.
+        """Whether cuDNN searches for the fastest algorithms for full steps;
+        for an epoch's rare short step the search does not pay off.
         """
         self.agreements = 0
         # The first steps may take as long as a phase.
@@ -126,7 +133,7 @@ class Training:
         storage = attempt.context.storage
         reset_peak_memory(parts.device)
         watchdog.enter("resume")
-        # Before others wait for rank 0 in a step.
+        # Written now, while no other rank waits for rank 0 in a step.
         if attempt.log is not None and storage is not None:
             about = json.dumps(environment(parts.device), indent=2)
             storage.write("environment.json", about.encode())
@@ -137,7 +144,7 @@ class Training:
         stream = parts.train_feed.dataset
         if isinstance(stream, Stream):
             stream.beat = watchdog.beat
-            # What was trained may have to be read again.
+            # Samples already trained may have to be read again.
             self.slow_start |= attempt.step > 0
         if attempt.context.rank == 0:
             self.say_start()
@@ -149,7 +156,7 @@ class Training:
         while attempt.step < attempt.end and not stopped:
             stopped = self.epoch() and attempt.step < attempt.end
         if stopped:
-            take_first_losses(attempt)  # the window goes on with the run
+            take_first_losses(attempt)  # a resumed run ends the window
         else:
             end_window(attempt, self.monitor)
             attempt.settle(attempt.step)
@@ -163,7 +170,11 @@ class Training:
         return finish(status, attempt, self.monitor, self.inspection)
 
     def say_start(self) -> None:
-        """Tell and log how the run trains: batch arithmetic, data, learning rate."""
+        """Log how the run trains: batch arithmetic, data, learning rate.
+
+        Rank 0 also passes a record of the kind "start" to whoever has asked
+        for records.
+        """
         parts = self.parts
         config = self.config
         context = self.attempt.context
@@ -187,7 +198,11 @@ class Training:
         batches = parts.sampler.batches
         largest = "largest " if batches.changes else ""
         logger.info(
-            "%sglobal batch %d = %s (%s)", largest, config.batch_size, sizes, where
+            "%sglobal batch %d = %s (%s)",
+            largest,
+            config.batch_size,
+            sizes,
+            where,
         )
         if batches.changes:
             logger.info("global batch: %s", batches.words(parts.total_steps))
@@ -195,9 +210,13 @@ class Training:
         if parts.sampler.known_length:
             samples = counted(parts.sampler.known_length, "training sample")
             at_first = " at first" if batches.changes else ""
-            of_epoch = f"{counted(batches.steps_in(0), 'step')} an epoch{at_first}"
+            of_epoch = (
+                f"{counted(batches.steps_in(0), 'step')} an epoch{at_first}"
+            )
             steps = f"{samples}, {of_epoch}, {steps}"
-        first = config.optimizer.lr * lr_scale(config.lr_scaling, batches.sizes[0][1])
+        first = config.optimizer.lr * lr_scale(
+            config.lr_scaling, batches.sizes[0][1]
+        )
         logger.info("%s; learning rate %g", steps, first)
         if parts.val_feed is None:
             logger.info("no validation split: nothing is evaluated")
@@ -205,7 +224,7 @@ class Training:
     def epoch(self) -> bool:
         """Train the rest of the epoch; return whether to stop training."""
         clock = self.attempt.clock
-        clock.end_span()  # the last steps of an epoch after which nothing was due
+        clock.end_span()  # open if nothing was due at the last epoch's end
         for size, sizes in self.steps():
             if clock.first_step_s is None:
                 self.look_at_first_step()
@@ -221,8 +240,8 @@ class Training:
     def steps(self) -> Iterator[tuple[int, list[int]]]:
         """Train the rest of the epoch, at most to the attempt's end.
 
-        After each step, yields its total of samples and the sizes of this rank's
-        microbatches.
+        After each step, yields the step's number of samples over all ranks,
+        and the sizes of this rank's microbatches.
         """
         attempt = self.attempt
         parts = self.parts
@@ -260,7 +279,7 @@ class Training:
             yield size, sizes
 
     def set_rates(self) -> None:
-        """Set the next step's learning rates, and adapt if its batch size changes."""
+        """Set the next step's learning rates, and what depends on its batch size."""
         step = self.attempt.step
         parts = self.parts
         config = self.config
@@ -292,16 +311,18 @@ class Training:
     def look_at_first_step(self) -> None:
         """Warn of parameters that have no gradient after the first step.
 
-        Raises ConfigError for parameters that were only created in it.
+        Raises ConfigError for parameters that this step created.
         """
         self._refuse_late()
-        # Steps of phases say it themselves, of each phase.
-        if self.attempt.context.rank or isinstance(self.parts.step, PhasedStep):
+        # A PhasedStep gives this warning itself, for each phase.
+        if self.attempt.context.rank or isinstance(
+            self.parts.step, PhasedStep
+        ):
             return
         names = unused_parameters(self.parts.model)
         if names:
             logger.warning(
-                "the loss of the first step does not depend on %s: it has not trained them",
+                "the loss of the first step does not depend on %s, which that step has not trained",
                 shorten(names),
             )
 
@@ -311,7 +332,7 @@ class Training:
             raise ConfigError(
                 "task",
                 self.config.task,
-                f"has a model whose `{late[0]}` is made while it trains, when the optimizer has its parameters already",
+                f"has a model that creates `{late[0]}` during training, too late for the optimizer",
                 _MADE_EARLY,
             )
 
@@ -371,9 +392,11 @@ class Training:
 def step_batches(
     attempt: Attempt, first: int, last: int
 ) -> tuple[Iterator[Batch], Iterator[list[int]]]:
-    """Return iterators over these steps' microbatches and over each step's sizes.
+    """Return iterators over the steps' microbatches, and over each step's sizes.
 
-    The attempt must be at the first of the steps.
+    The steps are those from `first` up to, but not including, `last` in the
+    epoch; the attempt must be at `first`. A step's sizes are the numbers of
+    samples that count in each of its microbatches.
     """
     config = attempt.config
     parts = attempt.parts
@@ -381,12 +404,15 @@ def step_batches(
         parts.sampler.plan(step, parts.microbatch_size, parts.even)
         for step in range(first, last)
     )
-    plans, ahead = itertools.tee(every)  # the feed is ahead by what loaders prepare
+    # Loaders prepare batches ahead of the step.
+    plans, ahead = itertools.tee(every)
     seeds = None
-    # Random state of loader processes is in no checkpoint.
+    # No checkpoint contains the random state of loader processes.
     if config.data.num_workers > 0:
         ahead, again = itertools.tee(ahead)
-        seeds = _loader_seeds(again, config.seed, attempt.context.rank, attempt.step)
+        seeds = _loader_seeds(
+            again, config.seed, attempt.context.rank, attempt.step
+        )
     flat = (rows for microbatches, _ in ahead for rows in microbatches)
     batches = parts.train_feed.batches(flat, training=True, seeds=seeds)
     return attempt.clock.timed(batches), (sizes for _, sizes in plans)
@@ -402,15 +428,16 @@ def _loader_seeds(
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
-    """Train the run that `config` describes on this worker.
+    """On this worker, train the run that `config` describes.
 
     Every rank must call it; all ranks return the same result.
 
-    A single worker that runs out of memory during training continues from its newest
-    checkpoint with a smaller microbatch; with several workers, the launcher restarts
-    the group. Raises ConfigError (for a value that only the device or the data could
-    refute), DivergedError, PreemptedError, TooLargeError, StorageError,
-    CheckpointError, torch.OutOfMemoryError, and whatever the task raises.
+    A single worker that runs out of memory during training continues from its
+    newest checkpoint with a smaller microbatch; with several workers, the
+    launcher restarts the group. Raises ConfigError (for a value that only the
+    device or the data could refute), DivergedError, PreemptedError,
+    TooLargeError, StorageError, CheckpointError, torch.OutOfMemoryError, and
+    whatever the task raises.
     """
     config = config.with_global_batch()
     begun: list[dict[str, Any]] = []
@@ -424,9 +451,9 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
                 return _attempt(task, config, context, watchdog, begun)
         except TooLargeError as error:
             if context.world_size > 1:
-                # Without the frames that hold what did not fit.
+                # Without the frames, which keep their tensors alive.
                 raise TooLargeError(*error.args) from None
-            logger.warning("%s; going on with a smaller one", error)
+            logger.warning("%s; continuing with a smaller microbatch", error)
             context.microbatch_ceiling = next_smaller(error.microbatch_size)
         for state in begun:
             task.load_state_dict(state)
@@ -443,7 +470,7 @@ def _outlast(failure: FailureConfig, world_size: int) -> None:
     if world_size > 1:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
         timeout = timedelta(seconds=min(budget_s, _LONGEST_WAIT_S))
-        # torch 2.11 has no public one.
+        # torch 2.11 has no public function for this.
         public = getattr(dist, "set_timeout", None)
         set_timeout = public or dist.distributed_c10d._set_pg_timeout
         set_timeout(timeout)

@@ -1,10 +1,11 @@
-"""End workers that make no progress, once the stacks of every rank are saved.
+"""End workers that make no progress, after saving the stacks of every rank.
 
-A thread of each worker watches the loop's heartbeat, from before the task is imported
-until the result is written. While training steps, the loop beats with each batch; any
-other phase (an import, a download, a checkpoint) has a longer budget as a whole. If a
-call holds the interpreter's lock for ever, so that no thread can run, the C-level timer
-of `faulthandler` writes the stacks and ends the process instead.
+A thread of each worker watches the loop's heartbeat, from before the task is
+imported until the result is written. During training steps, the loop beats
+with each batch; any other phase (an import, a download, a checkpoint) has a
+single, longer budget. If a call never releases the GIL, so that no thread can
+run, the C-level timer of `faulthandler` writes the stacks and ends the process
+instead.
 """
 
 import contextlib
@@ -20,7 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainers.causes import broke_with_others, forget_kernel_kills, line_of_task
+from trainers.causes import (
+    broke_with_others,
+    forget_kernel_kills,
+    line_of_task,
+)
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.errors import RunFailedError
@@ -29,23 +34,20 @@ from trainers.storage import Storage
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
-"""A rank that hangs soon stops all others: each then has this long to save its stacks
-before any of them exits.
+"""Time that each rank has to save its stacks before any rank exits: one hanging
+rank blocks all others, so they report at about the same time.
 """
 CAUSE_S = 10.0
 CAUSE_OF_NODE_S = 60.0
-"""How long a rank whose collective failed waits for its launcher to see which rank, or
-which node, has died.
+"""How long a rank whose collective failed waits for its launcher to see which
+rank, or which node, has died.
 """
 
 _WAITING = ", waiting for other ranks"
 
 
 class Watchdog:
-    """Ends this process if the watched thread exceeds its phase's time budget.
-
-    It watches the thread that created it.
-    """
+    """Ends this process if the thread that created the watchdog exceeds a time budget."""
 
     def __init__(self, failure: FailureConfig, context: RunContext) -> None:
         self._failure = failure
@@ -57,7 +59,7 @@ class Watchdog:
         self.beat()
         self._entered = self._last
         self._closed = threading.Event()
-        # Without a name: nothing is left of it though the process is killed.
+        # Unnamed: no file is left even if the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
         self._stderr = self._duplicate_stderr()
         self._thread = threading.Thread(
@@ -71,16 +73,18 @@ class Watchdog:
 
     def enter(self, phase: str, steps: bool = False) -> None:
         """Begin another phase; with `steps`, each beat renews a step's budget."""
-        # first: the thread must not measure an old beat by a shorter budget
+        # Beat first: an old beat must not count against a shorter budget.
         self.beat()
         left, _ = self._phase
-        self.spent_s[left] = self.spent_s.get(left, 0.0) + self._last - self._entered
+        self.spent_s[left] = (
+            self.spent_s.get(left, 0.0) + self._last - self._entered
+        )
         self._entered = self._last
         self._phase = (phase, steps)
 
     @contextlib.contextmanager
     def phase(self, phase: str, steps: bool = False) -> Iterator[None]:
-        """Enter a phase for the block, and return to the one before it."""
+        """Enter a phase for the block, then return to the previous phase."""
         before = self._phase
         self.enter(phase, steps)
         yield
@@ -98,7 +102,8 @@ class Watchdog:
     def _duplicate_stderr(self) -> int:
         """Return a descriptor for `faulthandler`, open until `close`.
 
-        A notebook's standard error may have no descriptor of its own.
+        If standard error has none, as in a notebook, it is that of a temporary
+        file.
         """
         streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
         for stream in streams:
@@ -113,12 +118,17 @@ class Watchdog:
         while True:
             phase, steps = self._phase
             budget_s = of_steps_s if steps else self._failure.of_phases_s
-            # The timer runs out only when this thread cannot wind it up again.
+            # The timer only runs out if this thread cannot restart it.
             faulthandler.dump_traceback_later(
-                budget_s + 2 * GRACE_S + interval_s, exit=True, file=self._stderr
+                budget_s + 2 * GRACE_S + interval_s,
+                exit=True,
+                file=self._stderr,
             )
-            # Looks when the budget ends: ranks that hang at one moment say so at one.
-            if self._closed.wait(min(interval_s, max(0.01, budget_s - silent_s))):
+            # Wake up when the budget ends, so that ranks that hang at the same
+            # time also report at the same time.
+            if self._closed.wait(
+                min(interval_s, max(0.01, budget_s - silent_s))
+            ):
                 return
             silent_s = time.monotonic() - self._last
             if silent_s > budget_s and self._phase == (phase, steps):
@@ -135,7 +145,8 @@ class Watchdog:
             self._tell(where, budget)
         finally:
             with contextlib.suppress(Exception):
-                # A loader's process that was stopped notices nothing.
+                # A suspended loader process would not notice the end of this
+                # process.
                 for child in multiprocessing.active_children():
                     child.kill()
             os._exit(HUNG_EXIT_CODE)
@@ -143,7 +154,7 @@ class Watchdog:
     def _tell(self, where: str, budget: str) -> None:
         """Report where this rank hangs: to standard error, storage and the launcher.
 
-        Each report has its own thread, because it may hang as well.
+        Each report has its own thread, because a report may hang too.
         """
         context = self._context
         began = time.monotonic()
@@ -153,16 +164,18 @@ class Watchdog:
         waits = context.world_size > 1 and _waits_for_others(stack[-1])
         waiting = _WAITING if waits else ""
         at = f"at {Path(file).name}:{line}"
-        words = (
-            f"rank {context.rank} made no step for {where}{waiting} ({at}; {budget})"
-        )
+        words = f"rank {context.rank} made no step for {where}{waiting} ({at}; {budget})"
         failure = RunFailedError("hung", words, time.time(), follows=waits)
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.seek(0)
         stacks = f"{words}\n\n{self._file.read()}"
 
         def say() -> None:
-            print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
+            print(
+                f"error: {failure} ({failure.advice})",
+                file=sys.stderr,
+                flush=True,
+            )
             if context.storage is None:
                 print(stacks, file=sys.stderr, flush=True)
 
@@ -178,7 +191,9 @@ class Watchdog:
         calls = [save, report]
         if not context.is_heard:
             calls.insert(0, say)
-        tellers = [threading.Thread(target=call, daemon=True) for call in calls]
+        tellers = [
+            threading.Thread(target=call, daemon=True) for call in calls
+        ]
         for teller in tellers:
             teller.start()
         for teller in tellers:
@@ -187,23 +202,27 @@ class Watchdog:
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
-    """Return whether a stack with this last frame waits in or for a collective.
+    """Return whether a stack with this last frame waits for other ranks.
 
-    DDP's collectives are part of the backward pass.
+    DDP's collectives run within the backward pass, so a backward pass counts
+    as waiting.
     """
     ddp = "/torch/nn/parallel/distributed.py"
     in_torch = "/torch/distributed/" in frame.filename
     in_backward = frame.name == "_engine_run_backward"
     is_waiting = "work.wait()" in (frame.line or "")
-    return in_torch or frame.filename.endswith(ddp) or in_backward or is_waiting
+    return (
+        in_torch or frame.filename.endswith(ddp) or in_backward or is_waiting
+    )
 
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
     """Watch this process during the block, unless `context` already has a watchdog.
 
-    A rank that fails because a collective broke waits before it leaves, so that any
-    launcher first sees the rank that failed or died before it.
+    If a rank fails only because a collective broke, the rank waits before it
+    exits: the launcher must first see the rank whose failure broke the
+    collective.
     """
     if context.watchdog is not None:
         yield context.watchdog
@@ -216,8 +235,10 @@ def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
         watchdog.close()
         if context.world_size > 1 and broke_with_others(error):
             on_one_node = context.local_world_size == context.world_size
-            deadline = time.monotonic() + (CAUSE_S if on_one_node else CAUSE_OF_NODE_S)
-            # A launcher that has seen it asks to stop.
+            deadline = time.monotonic() + (
+                CAUSE_S if on_one_node else CAUSE_OF_NODE_S
+            )
+            # A launcher that has seen that failure asks this rank to stop.
             while time.monotonic() < deadline and not context.should_stop(0.0):
                 time.sleep(0.1)
         raise

@@ -14,17 +14,15 @@ from trainers.devices.device import synchronize
 from trainers.measure.figures import StepTimes, Throughput
 
 WARMUP_STEPS = 5
-"""Steps at the start of a run that no throughput counts: allocation, autotuning,
-compilation, first-touch.
+"""Number of steps at a launch's start that throughput leaves out if more steps
+follow: allocation, autotuning, compilation and first touches of memory slow
+them.
 """
 
 
 @dataclass
 class Totals:
-    """What a clock has counted since this launch began.
-
-    Subtracting an earlier one gives the counts between the two.
-    """
+    """What a clock has counted since this launch began."""
 
     steps: int = 0
     samples: int = 0
@@ -48,10 +46,10 @@ class Totals:
 class StepClock:
     """Times every step: by the host's clock on a CPU, by spans of steps elsewhere.
 
-    A span is the time from `start_span` to `end_span`, shared evenly by the steps in
-    it. On CUDA both ends are events: nothing waits for them before `settle`, and until
-    then no figure includes the span. On a CPU every step is a span of its own, at no
-    cost.
+    A span is the time from `start_span` to `end_span`, shared evenly by the
+    steps in it. On CUDA both ends are events: nothing waits for them before
+    `settle`, and until then no figure includes the span. On a CPU every step
+    is one span.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +57,8 @@ class StepClock:
         self.train_time_s = 0.0
         self.running = False
         self.counting = True
-        """Whether steps count towards the throughput; not while a profiler slows them.
+        """Whether steps count towards the throughput; false while a profiler
+        slows them.
         """
         self.first_step_s: float | None = None
         """Time of this launch's first step, which compiles, tunes and allocates."""
@@ -88,7 +87,7 @@ class StepClock:
         return time.perf_counter()
 
     def step(self, samples: int, own_samples: int | None = None) -> None:
-        """Count a step of `samples` global samples that was issued.
+        """Count an issued step of `samples` samples over all ranks.
 
         `own_samples` (default: all) are on this rank.
         """
@@ -104,7 +103,8 @@ class StepClock:
     def end_span(self) -> None:
         """End the span of the steps issued since `start_span`.
 
-        What follows is not training time. On CUDA this waits only for the first step.
+        What follows is not training time. On CUDA this waits only for the
+        first step.
         """
         self.running = False
         if not self._open:
@@ -142,7 +142,7 @@ class StepClock:
     def leave_out(self) -> None:
         """Exclude the last step from the throughput, with all steps of its span.
 
-        It was slowed by a recompilation or by extra passes.
+        Call it for a step that a recompilation or extra passes slowed.
         """
         spoilt = len(self._open) or 1
         if self._open:
@@ -167,7 +167,7 @@ class StepClock:
     def throughput(self) -> Throughput | None:
         """Return figures over the steps after warm-up; None before any step.
 
-        As long as there are only warm-up steps, the figures are over these.
+        If there are only warm-up steps, the figures cover these.
         """
         times = self._times
         skip = WARMUP_STEPS if len(times) > WARMUP_STEPS else 0
@@ -181,7 +181,9 @@ class StepClock:
             samples_per_s=times.samples(skip) / usual_s,
             step_time_s=usual_s / steps,
             step_time_ci95_s=times.half_width_s(skip),
-            data_wait_share=min(1.0, self._measured_wait_s / usual_s) if skip else 0.0,
+            data_wait_share=min(1.0, self._measured_wait_s / usual_s)
+            if skip
+            else 0.0,
             steps=steps,
             disturbed_s=disturbed_s,
         )

@@ -1,4 +1,4 @@
-"""What a run's figures say: a step's time with its interval, and ranks side by side."""
+"""A run's figures: the step time and its confidence interval, and a table of ranks."""
 
 import math
 import statistics
@@ -10,40 +10,40 @@ from typing_extensions import TypedDict
 
 _WAIT_SHARE = 0.1
 _IDLE_SHARE = 0.1
-_EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
+_EVIDENCE_S = 1.0  # of training; less shows only noise
 _HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
 STRETCHES = 30
-"""The most stretches of steps from which an interval is made, and the fewest steps that
-say how long a step takes.
-"""
-_FEWEST = 5  # stretches of which one can be said to be unlike the others
-_OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
+"""The most stretches of steps from which a confidence interval is computed."""
+_FEWEST = 5  # stretches among which one can be called outlying
+_OUTLYING = 2.0  # times the median stretch's time per step and per sample
 _DISTURBED = 0.1
 _LEAST_S = 0.5
-"""The share of the time, and the time in s, above which outlying stretches count as a
-disturbance: any short trial loses a few milliseconds.
+"""Outlying stretches count as a disturbance only if they lose more than this
+many seconds and more than the share `_DISTURBED` of the time: any short trial
+loses a few milliseconds.
 """
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Training speed after warm-up, evaluation and checkpoints left out."""
+    """Training speed, without warm-up, evaluations and checkpoints."""
 
     samples_per_s: float
     """Global samples over training time."""
     step_time_s: float
     """Mean time of a step."""
     step_time_ci95_s: float
-    """Half width of the 95 % confidence interval of that mean: from the means of up to
-    30 stretches of steps, because neighbouring steps are slow or fast together.
+    """Half width of the 95 % confidence interval of `step_time_s`, computed
+    from the means of up to 30 stretches of steps, because neighbouring steps
+    are slow or fast together.
     """
     data_wait_share: float
     """Share of the time that rank 0 waited for batches."""
     steps: int
     """Steps measured."""
     disturbed_s: float = 0.0
-    """Time in outlying steps that these figures leave out: the process was stopped, or
-    had no processor.
+    """Time in outlying steps that these figures leave out, because the process
+    was stopped, or had no processor.
     """
 
     def lines(self) -> Iterator[str]:
@@ -82,10 +82,10 @@ class RankFigures(TypedDict):
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """Return uneven ranks and slowed GPUs.
+    """Find uneven ranks and slowed GPUs.
 
-    Under DDP every rank's step takes equally long, because the fast ones wait in the
-    all-reduce. So ranks are compared by the time until their batches arrive.
+    Under DDP every rank's step takes equally long, because fast ranks wait in
+    the all-reduce. So ranks are compared by how long they wait for batches.
 
     Each finding is a key, which names rank and kind, and the sentence to log.
     """
@@ -107,8 +107,10 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
             continue
         wait = statistics.median(other["data_wait_share"] for other in others)
         if row["data_wait_share"] - wait > _WAIT_SHARE:
-            words = f"waits {row['data_wait_share']:.0%} of its time for data, the others {wait:.0%}"
-            found.append((f"{rank} data", f"rank {rank} ({row['host']}) {words}"))
+            words = f"waits {row['data_wait_share']:.0%} of its time for data, the others wait {wait:.0%}"
+            found.append(
+                (f"{rank} data", f"rank {rank} ({row['host']}) {words}")
+            )
     return found
 
 
@@ -175,10 +177,7 @@ class _Stretch:
 
 
 class StepTimes:
-    """The time and the samples of each step, in order, as running sums.
-
-    Mean and interval take the same time to compute after any number of steps.
-    """
+    """The time and the samples of each step, in order, as running sums."""
 
     def __init__(self) -> None:
         self._time_s = array("d", [0.0])
@@ -220,35 +219,41 @@ class StepTimes:
     def half_width_s(self, skip: int) -> float:
         """Return the half width of the 95 % interval of the mean step time.
 
-        It covers the steps after the first `skip`.
-
-        It is computed from the means of up to 30 consecutive stretches, because
-        neighbouring steps are slow or fast together, and an interval from single steps
-        would be too narrow. Steps that shared a time count as one. Stretches that
-        `disturbed_s` counts are excluded.
+        The interval covers the steps after the first `skip`, and is computed
+        from the means of up to 30 stretches, as Throughput explains. There are
+        no more stretches than spans, because the steps of a span share its
+        time. Stretches that `disturbed_s` counts are excluded.
         """
         stretches = self._stretches(skip)
         if self.disturbed_s(skip):
             outlying = _outlying(stretches)
-            stretches = [stretch for stretch in stretches if stretch not in outlying]
+            stretches = [
+                stretch for stretch in stretches if stretch not in outlying
+            ]
         count = len(stretches)
         if count < 2:
             return 0.0
         means = [stretch.time_s / stretch.steps for stretch in stretches]
-        return student_t(count - 1, 0.975) * statistics.stdev(means) / math.sqrt(count)
+        return (
+            student_t(count - 1, 0.975)
+            * statistics.stdev(means)
+            / math.sqrt(count)
+        )
 
     def disturbed_s(self, skip: int) -> float:
         """Return the time lost to standstills after the first `skip` steps.
 
-        It is what outlying stretches took beyond the median one, without waiting for
-        data; 0 unless it is a large share of all.
+        This is what outlying stretches took beyond the median stretch's time
+        per step, without waiting for data; 0 unless that is more than half
+        a second and a large share of the total.
         """
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
             return 0.0
         usual_s = statistics.median(stretch.step_s for stretch in stretches)
         lost_s = sum(
-            stretch.own_s - usual_s * stretch.steps for stretch in _outlying(stretches)
+            stretch.own_s - usual_s * stretch.steps
+            for stretch in _outlying(stretches)
         )
         if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)):
             return lost_s
@@ -276,8 +281,8 @@ class StepTimes:
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
     """Return the stretches that took far longer than the median one.
 
-    Both the time per step and the time per sample must be longer: larger batches are no
-    disturbance.
+    Both the time per step and the time per sample must be longer: larger
+    batches are no disturbance.
     """
     step_s = statistics.median(stretch.step_s for stretch in stretches)
     sample_s = statistics.median(stretch.sample_s for stretch in stretches)
@@ -290,10 +295,10 @@ def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
 
 
 def student_t(freedom: int, level: float) -> float:
-    """Return a quantile of Student's t, for levels from 50 % on.
+    """Return a quantile of Student's t, for levels of at least 50 %.
 
-    Exact for 1 and 2 degrees of freedom; otherwise from the normal quantile (Abramowitz
-    and Stegun 26.7.5), within 0.4 % up to the 99 % quantile.
+    Exact for 1 and 2 degrees of freedom; otherwise from the normal quantile
+    (Abramowitz and Stegun 26.7.5), within 0.4 % up to the 99 % quantile.
     """
     if freedom == 1:
         return math.tan(math.pi * (level - 0.5))

@@ -1,7 +1,7 @@
-"""Profile some steps of a run, count its graphs, report what filled its GPU.
+"""Profile some of a run's steps, count compiled graphs, and report what filled a GPU.
 
-Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: otherwise the profiler
-would complain that there is no GPU.
+Environment set: KINETO_LOG_LEVEL, on a CPU and unless it is already set,
+because the profiler would otherwise complain that there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
+_SETTLE_STEPS = 1  # recorded but not kept: the profiler's start is slow
 _TABLE_ROWS = 15
 
 
@@ -44,9 +44,12 @@ class Inspection:
     def step(self, clock: StepClock) -> None:
         """Note that a step was issued.
 
-        Waits for the device as long as the profiler is active.
+        Waits for the device while the profiler is active.
         """
-        if self.compile_watch is not None and self.compile_watch.compiled_since():
+        if (
+            self.compile_watch is not None
+            and self.compile_watch.compiled_since()
+        ):
             clock.leave_out()
         if self.profiler is None:
             return
@@ -58,7 +61,7 @@ class Inspection:
         clock.start_span()
 
     def compiled(self) -> dict[str, int] | None:
-        """Return the number of compiled graphs; None if not compiled."""
+        """Return the number of compiled graphs; None if the run does not compile."""
         if self.compile_watch is None:
             return None
         return {"graphs": self.compile_watch.graphs()}
@@ -88,11 +91,8 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
 class StepProfiler:
     """Records `steps` training steps of this rank, after the warm-up.
 
-    The warm-up is the same one that throughput leaves out.
-
     Writes `profile/trace.json.gz` to `storage`, for ui.perfetto.dev or
-    chrome://tracing. Without storage there is only the table in the log. The trace
-    includes evaluations and checkpoints between the recorded steps.
+    chrome://tracing. Without storage there is only the table in the log.
     """
 
     def __init__(
@@ -128,11 +128,9 @@ class StepProfiler:
         return self.recorded == self.steps
 
     def step(self) -> bool:
-        """Note that a step has ended; return whether the next one is slowed.
+        """Note that a step has ended; return whether profiling slows the next one.
 
         The device must have finished the step.
-
-        A slowed step must be left out of the throughput.
         """
         self._profile.step()
         if self.done:
@@ -155,7 +153,9 @@ class StepProfiler:
             sort_by=f"self_{on_device}_time_total", row_limit=_TABLE_ROWS
         )
         logger.info(
-            "profile of %d steps (rank 0; left out of the throughput)\n%s", steps, table
+            "profile of %d steps (rank 0; left out of the throughput)\n%s",
+            steps,
+            table,
         )
         if self.storage is None:
             return
@@ -165,7 +165,9 @@ class StepProfiler:
             recorded.export_chrome_trace(str(trace))
             try:
                 storage.copy(trace, trace.name)
-            except StorageError as error:  # the training is worth more than its profile
+            except (
+                StorageError
+            ) as error:  # the training is worth more than its profile
                 logger.warning("the profile is lost: %s", error)
                 return
         words = "profile written: %s (open it at https://ui.perfetto.dev)"
@@ -175,7 +177,8 @@ class StepProfiler:
 class CompileWatch:
     """Counts compiled graphs from its creation on.
 
-    It imports dynamo, which takes seconds: create it only for a run that compiles.
+    Creating a CompileWatch imports dynamo, which takes seconds, so create one
+    only for a run that compiles.
     """
 
     def __init__(self) -> None:
@@ -189,7 +192,7 @@ class CompileWatch:
         return self._stats["unique_graphs"] - self._before
 
     def compiled_since(self) -> bool:
-        """Whether a graph was compiled since the last call; almost free."""
+        """Whether a graph was compiled since the last call."""
         before = self._graphs
         self._graphs = self._stats["unique_graphs"]
         return self._graphs != before
@@ -207,12 +210,16 @@ def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
 
 
 def save_memory_report(
-    error: BaseException, device: torch.device, storage: Storage | None, rank: int
+    error: BaseException,
+    device: torch.device,
+    storage: Storage | None,
+    rank: int,
 ) -> None:
     """Save what the GPU's memory contained when `error` ended the run.
 
-    Does nothing for other errors and other devices, nor without storage (a trial of a
-    sweep). Never raises: the error itself matters more.
+    Does nothing if the error is not about GPU memory, on other devices, and
+    without storage (as in a trial of a sweep). Never raises: the error itself
+    matters more.
     """
     is_full = device.type == "cuda" and classify(error) == "out_of_memory"
     if not is_full or storage is None:
@@ -222,7 +229,11 @@ def save_memory_report(
     try:
         directory.write(name, torch.cuda.memory_summary(device).encode())
     except (StorageError, RuntimeError) as failure:
-        logger.warning("no memory report of rank %d: %s", rank, failure)
+        logger.warning(
+            "the memory report of rank %d could not be written: %s",
+            rank,
+            failure,
+        )
         return
-    words = "rank %d ran out of memory; what lay in it: %s"
+    words = "rank %d ran out of memory; its allocations are listed in %s"
     logger.warning(words, rank, directory.locate(name))

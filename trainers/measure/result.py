@@ -1,4 +1,4 @@
-"""How a run ended, as `result.json` has it."""
+"""How a run ended, as stored in `result.json`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Pauses:
     evaluation_s: float = 0.0
     checkpoints: int = 0
     checkpoint_s: float = 0.0
-    """Until training could go on: with `checkpoint.async` the copy to host memory, and
-    waiting for the one before.
+    """Time for which checkpoints stopped training: with `checkpoint.async`,
+    for the copy to host memory and the wait for the previous checkpoint.
     """
     written_s: float = 0.0
-    """Time in which checkpoints were written by a thread beside the steps."""
+    """Time in which a thread wrote checkpoints while training continued."""
 
     def evaluated(self, seconds: float) -> None:
         """Add an evaluation of this duration."""
@@ -31,67 +31,64 @@ class Pauses:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended; `result.json` beside its checkpoints."""
+    """How a run ended; stored as `result.json` next to its checkpoints."""
 
     status: Status
     steps: int
     epochs: float | None
-    """Epochs done, with the part of the last one; None of a stream, whose length nobody
-    knows.
-    """
+    """Epochs done, fractions included; None for a stream, whose length is unknown."""
     world_size: int
     global_batch_size: int
-    """The largest, where it changes."""
+    """Samples in one step; with a batch schedule, the most."""
     microbatch_size: int
     accumulation: int
     """Microbatches of one step on the busiest rank."""
     train_time_s: float
-    """Time in training steps; evaluation, checkpoints and start left out."""
+    """Time in training steps, without evaluation, checkpoints and start."""
     wall_time_s: float
     """Time of this launch from the loop's start to its end."""
     peak_memory_bytes: int
-    """Largest over ranks: allocated on a GPU, resident on a CPU."""
+    """The most on any rank: allocated on a GPU, resident on a CPU."""
     throughput: Throughput | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of each: train_loss, val_loss, val_accuracy, ..."""
+    """The last value of each metric: train_loss, val_loss, val_accuracy, ..."""
     checkpoint: str | None = None
     """Where the newest checkpoint is."""
     message: str = ""
     first_step_s: float | None = None
-    """Time of this launch's first step on rank 0, with the compilation of forward and
-    backward.
+    """Time of this launch's first step on rank 0, with the compilation of
+    forward and backward.
     """
     compile: dict[str, int] | None = None
-    """Of rank 0, with compile: how many `graphs`."""
+    """Under the key `graphs`, how many graphs rank 0 has compiled."""
     cuda_graphs: str = ""
-    """What became of capturing the steps, and what it brought; empty where it was not
-    tried.
+    """Whether the steps were captured, and what that gained; empty if capture
+    was not tried.
     """
 
     flops_per_sample: float | None = None
-    """Of the forward and backward pass (trainers/step/flops.py)."""
+    """FLOPs of the forward and backward pass (trainers/step/flops.py)."""
     mfu: float | None = None
-    """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is
-    not known.
+    """Model FLOPs utilisation of all workers, 0 to 1; None if the device's
+    peak is unknown.
     """
     ranks: list[RankFigures] = field(default_factory=list)
-    """Every rank after warm-up, side by side (trainers/measure/figures.py)."""
+    """The figures of each rank after warm-up (trainers/measure/figures.py)."""
     samples: int | None = None
-    """Samples trained, each as often as it was; None in results of the first versions.
-    """
+    """Samples trained, repeats included; None in results of the first versions."""
     earlier_time_s: float = 0.0
-    """Of train_time_s, the part of launches before this one."""
+    """The part of train_time_s that earlier launches took."""
     pauses: Pauses | None = None
-    """Evaluations and checkpoints of this launch; None of a version that did not count
-    them.
+    """Evaluations and checkpoints of this launch; None from versions that did
+    not count them.
     """
     phases_s: dict[str, float] = field(default_factory=dict)
-    """What rank 0's process has spent in each phase, from its start to the end of the
-    loop.
+    """Time that rank 0's process spent in each phase, from its start to the
+    end of the loop.
     """
     warnings: list[str] = field(default_factory=list)
-    """What makes its figures doubtful: a loss that is no mean, validation samples in
-    training.
+    """What makes the figures doubtful: a loss that is not a mean, validation
+    samples in training.
     """
 
     def to_json(self) -> str:
@@ -112,7 +109,8 @@ class RunResult:
         workers = counted(self.world_size, "worker")
         arithmetic = f"microbatch {self.microbatch_size} x accumulation {self.accumulation} x {workers}"
         metrics = [
-            f"{name} {in_digits(value)}" for name, value in sorted(self.metrics.items())
+            f"{name} {in_digits(value)}"
+            for name, value in sorted(self.metrics.items())
         ]
         lines = [
             f"{done} ({self.wall_time_s:.1f} s with evaluation and checkpoints{before})",
@@ -123,7 +121,9 @@ class RunResult:
             lines += self.throughput.lines()
         if self.compile is not None and self.first_step_s is not None:
             graphs = counted(self.compile["graphs"], "graph")
-            lines.append(f"first step {self.first_step_s:.1f} s (compile), {graphs}")
+            lines.append(
+                f"first step {self.first_step_s:.1f} s (compile), {graphs}"
+            )
         if self.cuda_graphs:
             lines.append(f"CUDA graphs: {self.cuda_graphs}")
         if self.mfu is not None and self.flops_per_sample is not None:

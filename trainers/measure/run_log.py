@@ -22,9 +22,10 @@ class RunLog:
 
     Parts are needed because object stores cannot append.
 
-    With `tensorboard` the same parts are also written to `tensorboard/` as events. The
-    log is flushed with each checkpoint, which may be hours apart, so a run that is
-    `followed` also leaves copies in `live/` of records that are in no part yet.
+    With `tensorboard` the same parts are also written to `tensorboard/` as
+    events. The log is flushed with each checkpoint, which may be hours apart,
+    so a run that is `followed` also leaves copies in `live/` of records that
+    are in no part yet.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class RunLog:
     def show(self, step: int) -> None:
         """Copy new records to `live/<step>.jsonl`, at most every ten seconds.
 
-        A thread writes them, so training does not wait. Records before them that are
-        in no part yet go first: trackers take steps in order.
+        A thread writes the copy, so training does not wait. While a part is
+        being written nothing is copied, since trackers take steps in order.
         """
         now = time.monotonic()
         if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
@@ -63,10 +64,13 @@ class RunLog:
         self._shown_at = now
 
         def copy() -> None:
-            with contextlib.suppress(PacelineError):  # the next part has them all
+            # The next part contains these records in any case.
+            with contextlib.suppress(PacelineError):
                 self._live.write(f"{step:012d}.jsonl", _lines(records))
 
-        self._showing = threading.Thread(target=copy, name="live-log", daemon=True)
+        self._showing = threading.Thread(
+            target=copy, name="live-log", daemon=True
+        )
         self._showing.start()
 
     def flush(self, step: int) -> None:
@@ -89,11 +93,14 @@ class RunLog:
             if taken:
                 _extend(self._storage, f"{step:012d}.jsonl", _lines(taken))
                 if self._events is not None:
-                    _extend(self._events, events_name(step), encode_events(taken))
+                    _extend(
+                        self._events, events_name(step), encode_events(taken)
+                    )
             self._is_writing = False
             if self._is_followed:
                 last = f"{step:012d}.jsonl"
-                # Training may be ahead of a part that is written in the background.
+                # Training may be ahead of a part that is written in the
+                # background.
                 for name in self._live.names():
                     if name <= last:
                         self._live.delete(name)
@@ -101,9 +108,9 @@ class RunLog:
         return write
 
     def cut(self, step: int) -> None:
-        """Delete the parts that end after `step`, from which the run resumes.
+        """Delete the parts that end after `step`, at which the run resumes.
 
-        The run will write them again.
+        The run will write these parts again.
         """
         self._live.delete("")
         for storage, last in (
@@ -111,7 +118,7 @@ class RunLog:
             (self._events, events_name(step)),
         ):
             if storage is not None:
-                storage.clear_aside()  # this rank alone writes there
+                storage.clear_aside()  # only this rank writes there
                 for name in storage.names():
                     if name > last:  # steps have leading zeros
                         storage.delete(name)
@@ -173,8 +180,8 @@ def encode_events(records: Iterable[tuple[float, Record]]) -> bytes:
 
     Every number except the position becomes a scalar at `step`.
 
-    tensorboardX provides the message types and the checksum; its own writer has a
-    thread and a queue that `flush` does not wait for.
+    tensorboardX provides the message types and the checksum; its own writer
+    has a thread and a queue that `flush` does not wait for.
     """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
@@ -192,7 +199,9 @@ def encode_events(records: Iterable[tuple[float, Record]]) -> bytes:
             for name, value in scalars(record).items()
         ]
         event = Event(
-            wall_time=wall_time, step=record["step"], summary=Summary(value=values)
+            wall_time=wall_time,
+            step=record["step"],
+            summary=Summary(value=values),
         )
         written += _framed(event.SerializeToString())
     return written

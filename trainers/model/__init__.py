@@ -1,1 +1,1 @@
-"""A module made trainable: precision, strategy, gradients, optimizer."""
+"""What makes a module trainable: precision, strategy, gradients, optimizer."""

@@ -1,8 +1,8 @@
 """Checkpoint activations: a block keeps its inputs and recomputes the rest.
 
-Chen et al. 2016 (arXiv:1604.06174). `selective` also keeps the products, and recomputes
-only what is cheap, as in Korthikanti et al. 2022 (arXiv:2205.05198), by
-torch.utils.checkpoint's policies.
+`full` follows Chen et al. 2016 (arXiv:1604.06174). `selective` also keeps the
+results of matrix products, convolutions and attention, and recomputes only
+what is cheap, as in Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 import contextlib
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as _selective
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts as _selective,
+)
 
 from trainers.errors import ConfigError
 from trainers.model.sharding import shard_units
@@ -36,15 +38,17 @@ _KEPT_PRODUCTS = frozenset(
 )
 
 
-def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
+def checkpoint_activations(
+    model: nn.Module, mode: str, compiled: bool
+) -> None:
     """Let repeated blocks of a ModuleList or Sequential recompute their activations.
 
     The model is changed in place; classes and names stay.
 
-    `mode` is full or selective; none does nothing. Raises ConfigError if there is no
-    such block.
+    `mode` is `full`, `selective`, or `none`, which does nothing. Raises
+    ConfigError if there is no such block.
 
-    Random numbers of a block are the same when it is recomputed. Its buffers
+    A block draws the same random numbers when it is recomputed. Its buffers
     (BatchNorm's statistics) change in the first pass only.
     """
     if mode == "none":
@@ -54,8 +58,8 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
         raise ConfigError(
             "activation_checkpointing",
             mode,
-            "finds no block to compute again: the modules that a ModuleList or Sequential of the model repeats",
-            "put the layers into one, or set it to none",
+            "needs blocks in a ModuleList or Sequential, each with submodules of its own, and the model has none",
+            "put the blocks into a ModuleList, or set `activation_checkpointing: none`",
         )
     for block in blocks:
         block.forward = _Recomputed(block, block.forward, mode, compiled)
@@ -80,24 +84,29 @@ class _Recomputed:
     """A block's forward that is recomputed in the backward pass."""
 
     def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], mode: str, compiled: bool
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        mode: str,
+        compiled: bool,
     ) -> None:
         self._block = block
         self.plain = forward
         self._mode = mode
         self._compiled = compiled
         self._context_fn = functools.partial(_contexts, block, mode)
-        # Of a graph, which takes no contexts but torch's own, and moves BatchNorm's
-        # statistics once.
+        # Options for a compiled graph, which takes only torch's own contexts,
+        # and updates BatchNorm's statistics once.
         self._graph: dict[str, Any] = {}
         if mode == "selective":
             self._graph["context_fn"] = functools.partial(_selective, _policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; keep only its inputs if gradients are enabled.
+        """Run the forward; if gradients are enabled, keep only what the mode keeps.
 
-        If the model will be compiled, raises ConfigError in an eager pass that changes
-        a buffer: a compiled graph could not restore it for recomputation.
+        If the model will be compiled, raises ConfigError in an eager pass that
+        changes a buffer: a compiled graph could not restore the buffer for
+        recomputation.
         """
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
@@ -113,7 +122,7 @@ class _Recomputed:
                 raise ConfigError(
                     "activation_checkpointing",
                     self._mode,
-                    f"computes a graph with its buffer `{name}` as it is then, and forward() has changed that",
+                    f"cannot recompute a compiled block whose forward() changes a buffer, here `{name}`",
                     "set `compile: off`, or `activation_checkpointing: none`",
                 )
         return outputs
@@ -125,17 +134,24 @@ class _Recomputed:
         """
         if not self._compiled or torch.compiler.is_compiling():
             return {}
-        return {name: buffer._version for name, buffer in _buffers(self._block).items()}
+        return {
+            name: buffer._version
+            for name, buffer in _buffers(self._block).items()
+        }
 
 
 def _buffers(block: nn.Module) -> dict[str, Tensor]:
     """Return a block's buffers by name, without BatchNorm's statistics.
 
-    In training, no pass reads those.
+    In training, no pass reads these statistics.
     """
-    statistics = {buffer for norm in _norms(block) for buffer in norm.buffers()}
+    statistics = {
+        buffer for norm in _norms(block) for buffer in norm.buffers()
+    }
     buffers = block.named_buffers()
-    return {name: buffer for name, buffer in buffers if buffer not in statistics}
+    return {
+        name: buffer for name, buffer in buffers if buffer not in statistics
+    }
 
 
 def _norms(block: nn.Module) -> list[Any]:
@@ -155,17 +171,19 @@ def _contexts(block: nn.Module, mode: str) -> tuple[Any, Any]:
     return first, _second_pass(block, second)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     if operator in _KEPT_PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _second_pass(block: nn.Module, inner: Any) -> Any:
-    """Return the context of the recomputation; call it before the first pass.
+    """Return the context of the recomputation; call this before the first pass.
 
-    Within it, buffers have the values from before the first pass; afterwards, they
-    again have those that it left.
+    Within the context, buffers have the values from before the first pass;
+    afterwards they get their later values back.
     """
     buffers = [buffer.detach() for buffer in _buffers(block).values()]
     before = [buffer.clone() for buffer in buffers]
@@ -178,7 +196,7 @@ def _as_before(
 ) -> Iterator[None]:
     after = [buffer.clone() for buffer in buffers]
     kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:  # it moves no statistics then
+    for norm in norms:  # so that recomputing updates no statistics
         norm.momentum = 0.0
         norm.num_batches_tracked = None
     try:

@@ -17,13 +17,13 @@ from trainers.model.state import parameters_of, shapes_of
 class MovingAverage:
     """Averages the optimizer's parameters and the floating buffers of a state_dict.
 
-    Averaging buffers follows torchvision's reference. Integer buffers (BatchNorm's
-    count) are not averaged.
+    Buffers are averaged as in torchvision's reference. Integer buffers
+    (BatchNorm's count) are not averaged.
 
-    Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
-    decay) W_t after the optimizer's step t. Averages are float32 or wider, since small
-    steps vanish in narrower formats. For a sharded model, each rank averages its own
-    part.
+    Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1)
+    + (1 - decay) W_t after the optimizer's step t. Averages are float32 or
+    wider, since small steps vanish in narrower formats. For a sharded model,
+    each rank averages its own part.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class MovingAverage:
     ) -> None:
         """`decay` is the share of the old average that an update keeps.
 
-        `without` names parameters that checkpoints leave out, because they do not
-        change.
+        `without` names parameters that checkpoints leave out, because they do
+        not change.
         """
         self.set_decay(decay)
         trained = set(parameters_of(optimizer))
@@ -44,14 +44,18 @@ class MovingAverage:
         self._frozen: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if parameter in trained and name not in without:
-                taken = self._values if parameter.requires_grad else self._frozen
+                taken = (
+                    self._values if parameter.requires_grad else self._frozen
+                )
                 taken[name] = parameter
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in kept and buffer.is_floating_point():
                 self._values[name] = buffer
-        self._averages = {name: _widened(value) for name, value in self._values.items()}
-        # The model's values, while it has the averages.
+        self._averages = {
+            name: _widened(value) for name, value in self._values.items()
+        }
+        # The model's values, while the averages are in the model.
         self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -62,7 +66,9 @@ class MovingAverage:
     def take_unfrozen(self) -> None:
         """Start averaging newly unfrozen parameters from their present values."""
         frozen = self._frozen.items()
-        self._add([name for name, parameter in frozen if parameter.requires_grad])
+        self._add(
+            [name for name, parameter in frozen if parameter.requires_grad]
+        )
 
     def _add(self, names: Iterable[str]) -> None:
         for name in names:
@@ -110,10 +116,10 @@ class MovingAverage:
             local(value).copy_(local(source[name]))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return what the model's state_dict lacks inside `in_place`.
+        """Return what the model's state_dict lacks within `in_place`.
 
-        These are the model's own values, and averages in a wider format than the
-        model's. Call it inside `in_place`.
+        These are the model's own values, and averages in a wider format than
+        the model's. Call this method only within `in_place`.
         """
         assert self._own
         return {"own": self._own, "averages": self._wider()}
@@ -128,7 +134,8 @@ class MovingAverage:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is a `state_dict` for this model.
 
-        Also starts averaging the parameters that were already unfrozen in `state`.
+        Also starts averaging the parameters that were already unfrozen in
+        `state`.
         """
         own = shapes_of(state.get("own"))
         self._add([name for name in self._frozen if name in own])
@@ -136,17 +143,22 @@ class MovingAverage:
         for part, tensors in ours.items():
             if shapes_of(state.get(part)) != shapes_of(tensors):
                 raise CheckpointError(
-                    "it does not fit this model: its moving average is one of other tensors"
+                    "it does not fit this model: the tensors of its moving average differ in name or shape"
                 )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Load what `state_dict` returned, after the model was loaded."""
-        averages = {**self._values, **shard_like(state["averages"], self._wider())}
+        averages = {
+            **self._values,
+            **shard_like(state["averages"], self._wider()),
+        }
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))
         self._copy(shard_like(state["own"], self._values))
 
 
 def _widened(value: Tensor) -> Tensor:
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+    return value.detach().to(
+        torch.promote_types(value.dtype, torch.float32), copy=True
+    )

@@ -1,6 +1,6 @@
 """Optimizer, learning rate and batch-size rules from configuration.
 
-Several optimizers, each with parameters of its own, are joined into one.
+Several optimizers, each with its own parameters, are joined into one.
 """
 
 import contextlib
@@ -24,11 +24,15 @@ from trainers.versions import import_torchao
 
 logger = logging.getLogger(__name__)
 
-NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
+NARROW = {
+    "adamw8bit": "AdamW8bit",
+    "adamw4bit": "AdamW4bit",
+    "adamwfp8": "AdamWFp8",
+}
 """Classes of torchao.optim by `optimizer.name`."""
 
 _FLAGS = ("found_inf", "grad_scale")
-"""Attributes of its optimizer that a fused step reads."""
+"""Attributes of an optimizer that its fused step reads."""
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -47,13 +51,12 @@ class JoinedOptimizer(Optimizer):
 
     Groups and states remain those of the parts, in their order.
 
-    Its state_dict is that of one optimizer with all groups; each part loads its share
-    of it.
+    Its state_dict has the layout of one optimizer with all groups; each part
+    loads its share of it.
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
-        # Without torch's own constructor: it makes groups and a state, and these are
-        # the parts'.
+        # Without torch's constructor, which would make other groups and state.
         self.parts = dict(parts)
         first, *others = self.parts.values()
         self.defaults = dict(first.defaults)
@@ -64,7 +67,11 @@ class JoinedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all parts."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+        return [
+            group
+            for part in self.parts.values()
+            for group in part.param_groups
+        ]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
@@ -123,7 +130,9 @@ class JoinedOptimizer(Optimizer):
             first += len(numbers)
 
 
-def _numbered(groups: list[dict[str, Any]], shift: int) -> list[dict[str, Any]]:
+def _numbered(
+    groups: list[dict[str, Any]], shift: int
+) -> list[dict[str, Any]]:
     return [
         {**group, "params": [number + shift for number in group["params"]]}
         for group in groups
@@ -140,18 +149,21 @@ def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
 def join(
     given: Optimizer | Mapping[str, Optimizer], model: nn.Module, task: str
 ) -> Optimizer:
-    """Return the optimizers that the class `task` returned as one optimizer.
+    """Combine the optimizers that the class `task` returned into one.
 
-    Raises ConfigError if a value is not an optimizer, or if two share a parameter.
+    Raises ConfigError if a value is not an optimizer, or if two share a
+    parameter.
     """
     field = f"{task}.optimizer()"
     parts = given if isinstance(given, Mapping) else {ONLY: given}
-    if not parts or not all(hasattr(part, "param_groups") for part in parts.values()):
+    if not parts or not all(
+        hasattr(part, "param_groups") for part in parts.values()
+    ):
         raise ConfigError(
             field,
             type(given).__name__,
             "must be an optimizer, or a dict of them by name",
-            "return it alone, and its scheduler from schedule()",
+            "return only optimizers here, and a scheduler, if there is one, from the task's schedule()",
         )
     if not isinstance(given, Mapping):
         return given
@@ -165,7 +177,7 @@ def join(
                     field,
                     list(parts),
                     f"has parameter `{names.get(parameter, '?')}` in both {owner} and {name}",
-                    "give each parameters of its own",
+                    "give each its own parameters",
                 )
     return JoinedOptimizer(parts)
 
@@ -173,9 +185,9 @@ def join(
 def lr_scale(scaling: ScalingRule, size: int) -> float:
     """Return the factor of `lr_scaling` on the learning rate at a global batch size.
 
-    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k)
-    (Malladi et al. 2022, arXiv 2205.10287), with k = global batch size / base batch
-    size.
+    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde:
+    sqrt(k) (Malladi et al. 2022, arXiv 2205.10287), with k = global batch size
+    / base batch size.
     """
     ratio = scaling.ratio(size)
     return ratio if scaling.rule == "linear" else math.sqrt(ratio)
@@ -186,11 +198,12 @@ def scaled_options(
 ) -> dict[str, Any]:
     """Return the options, except learning rate, that rule sde sets at a batch size.
 
-    Gradients of k times the samples have noise of 1 / sqrt(k), and eps is scaled with
-    it: eps / sqrt(k). Betas are set to forget as much per sample: beta^k, which equals
-    Malladi's 1 - k (1 - beta) to first order, and is never below 0. Decoupled weight
-    decay removes as much per sample (lr * weight_decay / size is constant):
-    weight_decay * sqrt(k). L2 is part of the loss, and is not scaled.
+    The mean gradient of k times the samples has 1 / sqrt(k) times the noise,
+    and eps is scaled alike, to eps / sqrt(k). Betas become beta^k, so that the
+    moments forget as much per sample; beta^k equals Malladi's 1 - k (1 - beta)
+    to first order, and is never below 0. Decoupled weight decay becomes
+    weight_decay * sqrt(k), which removes as much per sample (lr * weight_decay
+    / size is constant). L2 is part of the loss, and is not scaled.
     """
     if scaling.rule != "sde":
         return {}
@@ -205,11 +218,13 @@ def scaled_options(
     return scaled
 
 
-def scaled_decay(decay: float | None, scaling: ScalingRule, size: int) -> float | None:
+def scaled_decay(
+    decay: float | None, scaling: ScalingRule, size: int
+) -> float | None:
     """Return the decay of the weights' average at a batch size; None without one.
 
-    With rule sde it averages over the same number of samples at any size (Busbridge et
-    al. 2023, arXiv 2307.13813).
+    With rule sde, the average covers the same number of samples at any size
+    (Busbridge et al. 2023, arXiv 2307.13813).
     """
     if decay is None or scaling.rule != "sde":
         return decay
@@ -219,8 +234,8 @@ def scaled_decay(decay: float | None, scaling: ScalingRule, size: int) -> float 
 def built_lr(config: TrainConfig) -> float:
     """Return the learning rate with which to build an optimizer.
 
-    It is scaled to the batch size, unless there is a batch schedule: then it is that of
-    the base batch size, and each step scales it.
+    It is scaled to the batch size; with a batch schedule it is not, because
+    each step scales it.
     """
     if config.batch_schedule is not None:
         return config.optimizer.lr
@@ -230,11 +245,11 @@ def built_lr(config: TrainConfig) -> float:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Build the configured optimizer over all parameters, fused where possible.
 
-    Frozen parameters are included, because they may be unfrozen later; without a
-    gradient no step changes them.
+    Frozen parameters are included, because they may be unfrozen later; without
+    a gradient no step changes them.
 
-    Fused steps read `found_inf` on the device, so a bad step is skipped without host
-    synchronisation.
+    Fused steps read `found_inf` on the device, so a bad step is skipped
+    without host synchronisation.
     """
     chosen = config.optimizer
     every = model.parameters()
@@ -244,17 +259,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     if config.batch_schedule is None:
-        base = _ADAM | {"decoupled_weight_decay": chosen.name != "adam"} | options
+        base = (
+            _ADAM | {"decoupled_weight_decay": chosen.name != "adam"} | options
+        )
         options |= scaled_options(config.lr_scaling, config.batch_size, base)
     if chosen.name in NARROW:
         return narrow_adamw(chosen.name, parameters, options)
-    # torch has no fused step for complex numbers or sparse gradients, and of SGD 2.15
-    # has no sharded form.
+    # torch has no fused step for complex numbers or sparse gradients, and
+    # torch 2.15 no fused SGD for shards.
     fused = all(p.is_floating_point() for p in parameters)
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False
     for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+        ):
             fused = False
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
@@ -262,10 +282,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
     """Raise ConfigError for an optimizer that the run cannot use.
 
-    It must not have a torch LR scheduler attached, since the run sets the learning rate
-    in every step, and must have the options that the `rule` of `lr_scaling` scales.
+    It must not have a torch LR scheduler attached, since the run sets the
+    learning rate in every step, and must have the options that the `rule` of
+    `lr_scaling` scales.
     """
-    if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
+    if rule == "sde" and any(
+        "betas" not in group for group in optimizer.param_groups
+    ):
         raise ConfigError(
             "lr_scaling.rule",
             rule,
@@ -276,7 +299,8 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
     for part in optimizers_of(optimizer):
         if is_marked or hasattr(part.step, "_wrapped_by_lr_sched"):
             raise _overruled(
-                task, "comes with a torch LR scheduler, which `lr_schedule` overrules"
+                task,
+                "comes with a torch LR scheduler, which `lr_schedule` overrules",
             )
 
 
@@ -293,7 +317,7 @@ def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
             names.append(name)
     if names:
         logger.warning(
-            "no optimizer has %s: they stay as they are (where that is meant, %s says so)",
+            "no optimizer has %s: training does not change them (if that is intended, freeze them with %s)",
             shorten(names),
             "`requires_grad_(False)`",
         )
@@ -305,8 +329,8 @@ def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
         raise ConfigError(
             f"{task}.optimizer()",
             MISSING,
-            "has been given a group while the model is trained, which a run that goes on would not have",
-            "give it all parameters from the start: no step moves a frozen one",
+            "got or lost a parameter group during training, which a resumed run could not repeat",
+            "give it all parameters from the start: no step changes a frozen parameter",
         )
 
 
@@ -317,7 +341,7 @@ def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
             raise _overruled(
                 task,
-                f"must leave the learning rate alone, and has made {float(group['lr']):g} of {lr:g}",
+                f"must leave the learning rate alone, but made it {float(group['lr']):g} instead of {lr:g}",
             )
 
 
@@ -333,10 +357,9 @@ def _overruled(task: str, rule: str) -> ConfigError:
 def set_training(optimizer: Any, training: bool) -> None:
     """Switch a schedule-free optimizer between its two sets of weights.
 
-    In training mode the model has the weights being trained; otherwise it has their
-    average, which is evaluated and saved (Defazio et al. 2024, arXiv 2405.15682).
-
-    Other optimizers have no such modes and are left alone.
+    In training mode the model has the weights being trained; otherwise it has
+    their average, which is evaluated and saved (Defazio et al. 2024, arXiv
+    2405.15682).
     """
     for part in optimizers_of(optimizer):
         switch = getattr(part, "train" if training else "eval", None)
@@ -345,10 +368,12 @@ def set_training(optimizer: Any, training: bool) -> None:
 
 
 @contextlib.contextmanager
-def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
+def averaged(
+    optimizer: Optimizer, ema: MovingAverage | None
+) -> Iterator[None]:
     """Swap in, within the block, the weights that are evaluated and saved.
 
-    They are the optimizer's own average, or that of `ema`.
+    These are the averages that the optimizer or `ema` keeps, if any.
     """
     set_training(optimizer, False)
     try:
@@ -359,17 +384,22 @@ def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
 
 
 def warmup_steps(
-    schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None
+    schedule: ScheduleConfig,
+    total_steps: int,
+    batches: BatchSchedule | None = None,
 ) -> int:
     """Return how many of `total_steps` belong to the warm-up.
 
-    With `batches`, a fractional warm-up is a share of the samples, not of the steps.
+    With `batches`, a fractional warm-up is a share of the samples, not of the
+    steps.
     """
     warmup = schedule.warmup
     if not isinstance(warmup, float):
         return warmup
     if batches is not None:
-        return batches.step_at(math.ceil(warmup * batches.samples(total_steps)))
+        return batches.step_at(
+            math.ceil(warmup * batches.samples(total_steps))
+        )
     return math.ceil(warmup * total_steps)
 
 
@@ -381,9 +411,10 @@ def lr_factor(
 ) -> float:
     """Return the learning rate's factor in `step` (from 0) of `total_steps`.
 
-    Warm-up rises linearly and reaches 1 at its last step. After it the factor is
-    constant, or falls, linearly or along half a cosine, to reach 0 just after the last
-    step. Progress is measured in steps or, with `batches`, in the samples before them.
+    During warm-up the factor rises linearly, and reaches 1 at the last step of
+    the warm-up. Later it is constant, or falls, linearly or along half a
+    cosine, to reach 0 just after the run's last step. Progress is measured in
+    steps or, with `batches`, in samples.
     """
     steps = warmup_steps(schedule, total_steps, batches)
     if step < steps:
@@ -405,7 +436,8 @@ def narrow_adamw(
 ) -> Optimizer:
     """Build torchao's AdamW of this `optimizer.name`; ConfigError without torchao.
 
-    Its steps are not fused, but compiled, with one graph for each shape of parameter.
+    The optimizer's steps are not fused, but compiled, with one graph for each
+    shape of parameter.
     """
     library = import_torchao("torchao.optim", "optimizer.name", name, "adamw")
     kind = getattr(library, NARROW[name])
@@ -441,7 +473,9 @@ class _PlainState:
         for number, entries in state_dict["state"].items():
             if entries:
                 parameter = parameters[number]
-                optimizer.state[parameter] = _filled(optimizer, parameter, entries)
+                optimizer.state[parameter] = _filled(
+                    optimizer, parameter, entries
+                )
 
 
 def _taken_apart(value: Any) -> Any:

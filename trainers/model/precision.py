@@ -1,6 +1,6 @@
-"""Say what each precision means for autocast, scaler, parameters and matmul: `TABLE`.
+"""Define in `TABLE` what each precision means for autocast, parameters and the rest.
 
-Linear layers that multiply in float8 are torchao's.
+Linear layers that multiply in float8 come from torchao.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
 
     Parameters and all names stay the same.
 
-    Inputs, weights and gradients are scaled by the largest value in each tensor at the
-    time, which is torchao's default recipe (tensorwise). If the number of rows is not a
-    multiple of 16, it is padded. `emulate` computes the same results without float8
-    hardware, on any device. Raises ConfigError without torchao, or if there is no such
-    layer.
+    Each input, weight and gradient is scaled by its largest value at the time,
+    which is torchao's default recipe (tensorwise). Rows are padded to a
+    multiple of 16. `emulate` computes the same results without float8
+    hardware, on any device. Raises ConfigError without torchao, or if there is
+    no such layer.
     """
     instead = "precision bf16"
     float8 = import_torchao("torchao.float8", "precision", "fp8", instead)
@@ -41,33 +41,41 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
         raise ConfigError(
             "precision",
             "fp8",
-            f"finds no Linear layer whose sizes are both multiples of {_MULTIPLE}",
+            f"needs a plain nn.Linear (no subclass, no hooks) with in_features and out_features that are multiples of {_MULTIPLE}, and the model has none",
             "use precision bf16",
         )
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     converted: nn.Module = float8.convert_to_float8_training(
-        model, module_filter_fn=lambda module, name: _fits(module), config=config
+        model,
+        module_filter_fn=lambda module, name: _fits(module),
+        config=config,
     )
     return converted
 
 
 def _fits(module: nn.Module) -> bool:
-    """Whether a layer can be converted; one with its own forward or hooks cannot."""
+    """Whether a layer can be converted: a plain Linear of suitable sizes without hooks."""
     if type(module) is not nn.Linear:
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+    ):
         return False
-    return module.in_features % _MULTIPLE == 0 == module.out_features % _MULTIPLE
+    return (
+        module.in_features % _MULTIPLE == 0 == module.out_features % _MULTIPLE
+    )
 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
     """One row of the table.
 
-    Without `autocast`, operations keep their inputs' format; without `parameters`, the
-    model keeps the format it was built in. `matmul` is the format in which fp32
-    products are computed. With `float8`, torchao's Linear layers multiply in float8.
-    `min_capability` is a CUDA compute capability.
+    Without `autocast`, operations keep their inputs' format; without
+    `parameters`, the model keeps the format it was built in. `matmul` is the
+    format in which fp32 products are computed. With `float8`, torchao's Linear
+    layers multiply in float8. `min_capability` is a CUDA compute capability.
     """
 
     name: Precision
@@ -92,14 +100,16 @@ class PrecisionSpec:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def with_layout(
-        self, wanted: Literal["auto"] | bool, model: nn.Module, device: torch.device
+        self,
+        wanted: Literal["auto"] | bool,
+        model: nn.Module,
+        device: torch.device,
     ) -> PrecisionSpec:
-        """Return the row with the memory format that `wanted` means for this model.
-
-        `auto` chooses channels last for models with convolutions on CUDA.
-        """
+        """Return the row with the memory format that `wanted` means for this model."""
         if wanted == "auto":
-            images = any(parameter.ndim == 4 for parameter in model.parameters())
+            images = any(
+                parameter.ndim == 4 for parameter in model.parameters()
+            )
             wanted = images and device.type == "cuda"
         return replace(self, channels_last=wanted)
 
@@ -112,8 +122,8 @@ class PrecisionSpec:
             model = to_float8(model)
         if self.parameters is not None:
             model = model.to(self.parameters)
-        # Not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter
-        # as well.
+        # Not `model.to(memory_format=...)`, which refuses a model that also
+        # has a 5-D parameter.
         if self.channels_last:
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data = self._laid_out(tensor.data)
@@ -140,7 +150,9 @@ class PrecisionSpec:
 
 _ROWS = (
     PrecisionSpec("fp32"),
-    PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),
+    PrecisionSpec(
+        "tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE
+    ),
     PrecisionSpec("bf16", autocast=torch.bfloat16, min_capability=_AMPERE),
     PrecisionSpec("fp16", autocast=torch.float16, scaler=True),
     PrecisionSpec(
@@ -150,7 +162,9 @@ _ROWS = (
         devices=("cuda",),
         min_capability=_ADA,
     ),
-    PrecisionSpec("bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE),
+    PrecisionSpec(
+        "bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE
+    ),
     PrecisionSpec("fp16-pure", parameters=torch.float16),
 )
 TABLE: dict[str, PrecisionSpec] = {spec.name: spec for spec in _ROWS}
@@ -180,12 +194,11 @@ def able_precisions(device: torch.device) -> list[Precision]:
 
 
 def check_device_type(name: str, device_type: str) -> None:
-    """Raise ConfigError if no device of this type supports the precision.
-
-    A device's compute capability is checked where the device is.
-    """
+    """Raise ConfigError if no device of this type supports the precision."""
     if device_type not in TABLE[name].devices:
-        able = [row.name for row in TABLE.values() if device_type in row.devices]
+        able = [
+            row.name for row in TABLE.values() if device_type in row.devices
+        ]
         raise _unable(name, f"a {device_type} device", able)
 
 
@@ -193,7 +206,7 @@ def _unable(name: str, what: str, able: Sequence[str]) -> ConfigError:
     return ConfigError(
         "precision",
         name,
-        f"is not something that {what} can do",
+        f"is not supported on {what}",
         f"use one of {', '.join(able)}",
     )
 
@@ -201,14 +214,21 @@ def _unable(name: str, what: str, able: Sequence[str]) -> ConfigError:
 def apply_matmul(spec: PrecisionSpec) -> None:
     """Set the precision of fp32 matmuls and convolutions for the whole process.
 
-    torch's older switches also set its newer `fp32_precision`. If only the newer ones
-    were set, the two would differ, and reading the older ones would raise:
-    torch.compile reads them for convolutions and batched products.
+    torch's older switches also set its newer `fp32_precision`. If only
+    `fp32_precision` were set, the two would differ, and torch would raise when
+    an older switch is read, as torch.compile does for convolutions and batched
+    products.
     """
     lower = spec.matmul == "tf32"
     backends: Any = torch.backends
     mkldnn = backends.mkldnn
-    for inherited in (backends, backends.cudnn, mkldnn, mkldnn.conv, mkldnn.rnn):
+    for inherited in (
+        backends,
+        backends.cudnn,
+        mkldnn,
+        mkldnn.conv,
+        mkldnn.rnn,
+    ):
         inherited.fp32_precision = "none"
     torch.set_float32_matmul_precision("high" if lower else "highest")
     torch.backends.cudnn.allow_tf32 = lower

@@ -1,13 +1,14 @@
 """Run torch's schedulers: the task creates them, the loop steps and saves them.
 
-A scheduler does not see the run's optimizer, only a stand-in with the same groups and
-options. The stand-in's learning rates (and momenta, if the scheduler cycles them) are
-copied to the optimizer before every step. So nothing is hooked into the step, which may
-be captured, compiled or skipped, and the rates stay exact numbers on the host.
+A scheduler does not see the run's optimizer, only a stand-in with the same
+groups and options. The stand-in's learning rates (and momenta, if the
+scheduler cycles them) are copied to the optimizer before every step. So
+nothing is hooked into the step, which may be captured, compiled or skipped,
+and the rates stay exact numbers on the host.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -35,15 +36,17 @@ class StandIn(Optimizer):
     def written(self) -> list[dict[str, Any]]:
         """Return, for each group, the options that a scheduler writes.
 
-        These are the learning rate, options that the scheduler added, and momenta if it
-        cycles them.
+        These are the learning rate, options that the scheduler added, and
+        momenta if it cycles them.
         """
         found = []
         for group, given in zip(self.param_groups, self._given, strict=True):
             names = {"lr"} | (group.keys() - given)
             if "max_momentum" in group:
                 names |= {*_CYCLED}
-            found.append({name: group[name] for name in group if name in names})
+            found.append(
+                {name: group[name] for name in group if name in names}
+            )
         return found
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -51,11 +54,11 @@ class StandIn(Optimizer):
 
 
 class Schedule:
-    """Steps a scheduler on its stand-in, and provides the values for the optimizer.
+    """Advances a scheduler made with a StandIn, and provides the options that it writes.
 
-    After a linear warm-up (`lr_schedule.warmup`), the scheduler is stepped after every
-    step or epoch; ReduceLROnPlateau, after every evaluation. All ranks do the same, so
-    they need not agree on anything.
+    After a linear warm-up (`lr_schedule.warmup`), the scheduler is stepped
+    after every step or epoch; ReduceLROnPlateau, after every evaluation. All
+    ranks do the same.
     """
 
     def __init__(
@@ -68,8 +71,7 @@ class Schedule:
     ) -> None:
         """`given` is what the task's schedule() returned.
 
-        With `batches`, a fractional warm-up is a share of the samples, not of the
-        steps.
+        `batches` is passed on to `warmup_steps`.
         """
         self.scheduler, self.every = (
             given if isinstance(given, tuple) else (given, "step")
@@ -83,13 +85,15 @@ class Schedule:
             self.figure = self.every
             if not self.by_figure:
                 raise _refused(
-                    self.every, "must be step or epoch", 'return (scheduler, "epoch")'
+                    self.every,
+                    "must be step or epoch",
+                    'return (scheduler, "epoch")',
                 )
         if self.scheduler.optimizer is not stand_in:
             raise _refused(
                 self._name,
-                "is of another optimizer than the one that schedule() was given",
-                "make it with `optimizer`, its first argument",
+                "belongs to a different optimizer from the one that schedule() was given",
+                "make it with `optimizer`, the first argument of schedule()",
             )
         if isinstance(self.scheduler, ReduceLROnPlateau):
             _check_mode(self.scheduler, self.figure)
@@ -101,7 +105,8 @@ class Schedule:
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
         """Raise ConfigError for a scheduler that ends before the run.
 
-        The scheduler is stepped that far (at most 10,000 times), and then restored.
+        The scheduler is stepped as often as in the run (at most 10,000 times),
+        and then restored.
 
         `epochs` lists the step at which each epoch ends.
         """
@@ -115,11 +120,13 @@ class Schedule:
         if isinstance(self.scheduler, OneCycleLR):  # which says how long it is
             tried = min(count, self.scheduler.total_steps + 1)
         for number in range(tried):
-            self._step(f"ends after {number} of the run's {count} steps")
+            self._step(
+                f"ends after {number} of the run's {count} {self.every}s"
+            )
         self.load_state_dict(before)
 
     def _step(self, rule: str) -> None:
-        """Step the scheduler; ConfigError if it fails because it has ended."""
+        """Step the scheduler; ConfigError with `rule` if it fails, as after its end."""
         self._stand_in.step()
         try:
             self.scheduler.step()
@@ -127,7 +134,7 @@ class Schedule:
             raise _refused(
                 self._name,
                 f"{rule}: {first_line(error)}",
-                "make it as long as the run, less its warm-up; one that was kept with a shorter run starts anew with --fresh",
+                "make it as long as the run without warm-up, or, if a shorter run saved it, start over with --fresh",
             ) from error
 
     def lrs(self, step: int) -> list[float]:
@@ -135,16 +142,32 @@ class Schedule:
         share = 1.0
         if self._warmup:
             share = min(1.0, (step + 1) / self._warmup)
-        return [float(group["lr"]) * share for group in self._stand_in.param_groups]
+        return [
+            float(group["lr"]) * share for group in self._stand_in.param_groups
+        ]
 
-    def cycled(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return group, name and value of each momentum that the scheduler changed."""
+    def cycled(
+        self,
+        optimizer: Optimizer,
+        scaled: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return group, name and value of each momentum that the scheduler changed.
+
+        `scaled` returns those of the given options that the present batch size
+        changes.
+        """
         cycled = []
         groups = optimizer.param_groups
-        for group, written in zip(groups, self._stand_in.written(), strict=True):
-            for name in _CYCLED:
-                if name in written and group[name] != written[name]:
-                    cycled.append((group, name, written[name]))
+        for group, written in zip(
+            groups, self._stand_in.written(), strict=True
+        ):
+            momenta = {
+                name: written[name] for name in _CYCLED if name in written
+            }
+            momenta |= scaled(momenta)
+            for name, value in momenta.items():
+                if group[name] != value:
+                    cycled.append((group, name, value))
         return cycled
 
     def stepped(self, step: int, ends_epoch: bool) -> None:
@@ -172,9 +195,11 @@ class Schedule:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` has the layout of this scheduler's."""
+        """Raise CheckpointError unless `state` is laid out like this scheduler's state."""
         if _layout(state) != _layout(self.state_dict()):
-            raise CheckpointError(f"its schedule is none of a {self._name}")
+            raise CheckpointError(
+                f"its schedule was not saved by a {self._name}"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
@@ -185,7 +210,7 @@ class Schedule:
 
 
 def _layout(state: Mapping[str, Any]) -> list[Any]:
-    """Return the keys of each part of a schedule's state; None for a non-mapping."""
+    """Return the keys of each part of a schedule's state; None for a part without keys."""
     parts = [state.get("scheduler")]
     if isinstance(state.get("groups"), list):
         parts += state["groups"]
@@ -202,6 +227,6 @@ def _check_mode(scheduler: ReduceLROnPlateau, figure: str) -> None:
     if better not in (None, scheduler.mode):
         raise _refused(
             scheduler.mode,
-            f"is the mode of a ReduceLROnPlateau that goes by {figure}, of which {better} is better",
+            f"is the wrong mode for a ReduceLROnPlateau that watches {figure}, which needs {better}",
             f'give it mode="{better}", or name another figure: `return scheduler, "val_accuracy"`',
         )

@@ -16,9 +16,9 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     """Find the blocks that fsdp gathers and frees one by one.
 
     They are the repeated children of ModuleList and Sequential: children with
-    parameters, at any depth, that are not such containers themselves. Nothing inside a
-    block is split further. The rest, and any block that shares a parameter with
-    something outside it, belongs to the root.
+    parameters, at any depth, that are not such containers themselves. Nothing
+    inside a block is split further. The rest, and any block that shares a
+    parameter with something outside it, belongs to the root.
     """
     uses = _uses(model)
 
@@ -48,20 +48,20 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class Used:
-    """Digests which units of a sharded model are called, and what has no gradient.
+    """A digest of a sharded model's calls of units, and of parameters without gradient.
 
-    FSDP does not compare them. Where ranks differ in it, weights and gradients of one
-    block or parameter were summed with another's.
+    FSDP does not compare these between ranks. If the ranks' digests differ,
+    weights or gradients of one block or parameter were mixed with another's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.digest = 0
-        """The same on every rank; exact in float64."""
+        """Equal on ranks that did the same; exact in float64."""
         for number, unit in enumerate(filter(is_sharded, model.modules())):
             unit.register_forward_pre_hook(partial(self._add, number))
 
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Take in which parameters a backward pass has left without a gradient."""
+        """Add to the digest which parameters a backward pass left without a gradient."""
         for number, parameter in enumerate(parameters):
             if parameter.grad is None:
                 self._add(number)
@@ -124,10 +124,17 @@ def shard_like(tree: Any, like: Any) -> Any:
 
         tensor = tree.to(like.device, like.dtype)
         mesh = like.device_mesh
-        return distribute_tensor(tensor, mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(
+            tensor, mesh, like.placements, src_data_rank=None
+        )
     if isinstance(tree, dict) and isinstance(like, dict):
-        return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
-    are_rows = isinstance(tree, tuple | list) and isinstance(like, tuple | list)
+        return {
+            key: shard_like(value, like.get(key))
+            for key, value in tree.items()
+        }
+    are_rows = isinstance(tree, tuple | list) and isinstance(
+        like, tuple | list
+    )
     if are_rows and len(tree) == len(like):
         return type(tree)(map(shard_like, tree, like))
     return tree

@@ -1,8 +1,8 @@
 """What a checkpoint of a model and its task holds besides the model's tensors.
 
-That is which parameters are frozen, how modules and buffers have changed since the
-task's model() made them, and what the task trains outside the model. A resumed run
-creates the model anew and needs these to restore it.
+It holds which parameters are frozen, how modules and buffers have changed
+since the task's model() made them, and what the task trains outside the model.
+A resumed run, which calls model() again, needs all of this.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainers.data.batch import parts_of
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import MISSING, CheckpointError, ConfigError
 from trainers.model.sharding import is_sharded
 
 
@@ -27,9 +27,9 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def frozen_digests(model: nn.Module) -> dict[str, str]:
     """Return, by name, a SHA-256 of each parameter that requires no gradient.
 
-    With `checkpoint.parameters: trained`, checkpoints contain these digests instead of
-    the parameters. `model` must be as the task creates it, on the CPU, so that digests
-    depend on neither precision nor strategy.
+    With `checkpoint.parameters: trained`, checkpoints contain these digests
+    instead of the parameters. `model` must be as the task creates it, on the
+    CPU, so that digests depend on neither precision nor strategy.
     """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,31 +46,37 @@ def _digest(tensor: Tensor) -> str:
 
 
 def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
-    """Raise CheckpointError unless the checkpoint left out these same parameters.
+    """Raise CheckpointError unless the checkpoint leaves out the same parameters.
 
-    None means that the checkpoint, or this run, has all parameters.
+    `saved` has the digests of the parameters that the checkpoint leaves out,
+    and `now` of those that this run's checkpoints leave out. Either is None if
+    no parameter is left out.
     """
     if not isinstance(saved, dict) or now is None:
         if saved is not now:
             raise CheckpointError(
-                "it was written with another `checkpoint.parameters` than this run has"
+                "it was written with a different `checkpoint.parameters` from this run's"
             )
         return
     for name in sorted(map(str, saved.keys() | now.keys())):
         if saved.get(name) != now.get(name):
             raise CheckpointError(
-                f"it was trained on another base: the frozen `{name}` is not what it was"
+                f"it was trained on a different base: the frozen `{name}` differs"
             )
 
 
 def load_model(
-    model: nn.Module, saved: Mapping[str, Any], frozen: Mapping[str, str] | None
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    frozen: Mapping[str, str] | None,
 ) -> None:
-    """Load a model's state; `frozen` parameters, which it lacks, are left alone."""
+    """Load a model's state; `frozen` parameters, which `saved` lacks, do not change."""
     missing, unexpected = model.load_state_dict(saved, strict=not frozen)
     wrong = sorted({*missing, *unexpected} - (frozen or {}).keys())
     if wrong:
-        raise CheckpointError(f"it does not fit this model: {', '.join(wrong[:4])}")
+        raise CheckpointError(
+            f"it does not fit this model: missing or unexpected {', '.join(wrong[:4])}"
+        )
 
 
 def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
@@ -90,12 +96,14 @@ def trained_beside(
 ) -> dict[str, Tensor]:
     """Return, by name, the task's tensors that the optimizer trains outside the model.
 
-    An example is a loss with parameters. All tensors in the same attributes of the task
-    are included. They are treated like the model's: moved to its device, equal on all
-    ranks, averaged over ranks, and saved in checkpoints.
+    An example is a loss with parameters. If an attribute of the task holds such
+    a tensor, the attribute's other tensors are included too, except the
+    model's. All tensors returned are treated like the model's: they are moved
+    to the model's device, kept equal on all ranks, and saved in checkpoints,
+    and their gradients are averaged over ranks.
 
-    Raises ConfigError for a parameter that is in no attribute of the task, since no
-    checkpoint could restore it.
+    Raises ConfigError for a parameter that is in no attribute of the task,
+    since no checkpoint could restore it.
     """
     own = _tensors_of(model)
     lost = set[Tensor](parameters_of(optimizer)) - own
@@ -113,15 +121,15 @@ def trained_beside(
     if lost:
         raise ConfigError(
             owner,
-            f"a parameter of {list(lost.pop().shape)}",
-            "is neither the model's nor in an attribute of the task, and no checkpoint would have it",
-            "keep it, or its module, as an attribute of the task",
+            MISSING,
+            f"has a parameter of shape {list(lost.pop().shape)} that is neither the model's nor in an attribute of the task, so that no checkpoint would have it",
+            "keep the parameter, or its module, as an attribute of the task",
         )
     if is_sharded(model):
         raise ConfigError(
             "strategy",
             "fsdp",
-            f"shards the model alone, and {owner} holds `{next(iter(found))}`, too",
+            f"shards only the model, and {owner} also holds `{next(iter(found))}`",
             "set `strategy: ddp`, or make it a part of the model",
         )
     return found
@@ -131,7 +139,9 @@ def _tensors_of(model: nn.Module) -> set[Tensor]:
     return {*model.parameters(), *model.buffers()}
 
 
-def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, Tensor]:
+def left_beside(
+    task: Any, model: nn.Module, kept: Iterable[str]
+) -> dict[str, Tensor]:
     """Return, by name, a task's tensors that are neither the model's nor in `kept`."""
     own = _tensors_of(model)
     left = {}
@@ -145,9 +155,13 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the sums of floating tensors by name, to detect later changes."""
     sums = {}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.is_meta and not is_lazy(tensor):
+        if (
+            tensor.is_floating_point()
+            and not tensor.is_meta
+            and not is_lazy(tensor)
+        ):
             total = float(tensor.detach().sum(dtype=torch.float64))
-            sums[name] = str(total)  # as words NaN is equal to itself
+            sums[name] = str(total)  # as text, NaN equals itself
     return sums
 
 
@@ -188,7 +202,9 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
     there = _all_tensors(task)
     missing = sorted(names - there.keys())
     if missing:
-        raise CheckpointError(f"it does not fit this task, which has no `{missing[0]}`")
+        raise CheckpointError(
+            f"it does not fit this task, which has no `{missing[0]}`"
+        )
     return {name: there[name] for name in names}
 
 
@@ -197,7 +213,7 @@ def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Load saved tensors in place; CheckpointError if names or shapes differ."""
     if shapes_of(saved) != shapes_of(tensors):
         raise CheckpointError(
-            "it does not fit this task: what is trained beside the model has other names or shapes"
+            "it does not fit this task: the tensors trained outside the model differ in name or shape"
         )
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
@@ -228,7 +244,7 @@ class AsMade:
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
-        """Name trainable parameters that were added or replaced since then."""
+        """Name trainable parameters that were added to the new model or replaced."""
         return [
             name
             for name, parameter in model.named_parameters()
@@ -249,8 +265,12 @@ def shapes_of(tensors: Any) -> dict[str, Any]:
 
 def _switches(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
     parameters = model.named_parameters(remove_duplicate=False)
-    required = {name: parameter.requires_grad for name, parameter in parameters}
-    return required, {name: module.training for name, module in model.named_modules()}
+    required = {
+        name: parameter.requires_grad for name, parameter in parameters
+    }
+    return required, {
+        name: module.training for name, module in model.named_modules()
+    }
 
 
 def apply_changes(model: nn.Module, changes: Mapping[str, Any]) -> None:
@@ -272,15 +292,16 @@ def add_buffers(
         value = saved[name]
         if isinstance(value, Tensor):
             module = model.get_submodule(owner)
-            vars(module).pop(inner, None)  # `self.mean = None` until the first forward
+            # `self.mean = None` until the first forward.
+            vars(module).pop(inner, None)
             module.register_buffer(inner, value.to(device, copy=True))
 
 
 def train_as_made(model: nn.Module) -> None:
     """Put a model into training mode, except modules created in evaluation mode.
 
-    If the whole model is in evaluation mode (as `from_pretrained` returns it), all of
-    it is put into training mode.
+    If the whole model is in evaluation mode (as `from_pretrained` returns it),
+    all of it is put into training mode.
     """
     kept = []
     if model.training:

@@ -7,8 +7,8 @@
 | dp       | to the first GPU     | DP around it    | summed on the first GPU    |
 | none     | to the device        | -               | as they are                |
 
-With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps
-its parameters' names always.
+With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module
+always keeps its parameters' names.
 """
 
 import contextlib
@@ -20,11 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
+from torch._utils import (
+    _flatten_dense_tensors,
+    _take_tensors,
+    _unflatten_dense_tensors,
+)
+from torch.nn.parallel import (
+    DataParallel,
+    DistributedDataParallel,
+    parallel_apply,
+)
 
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, shorten
+from trainers.errors import ConfigError, counted, shorten
 from trainers.model.sharding import is_sharded, shard_units
 
 logger = logging.getLogger(__name__)
@@ -32,21 +40,23 @@ logger = logging.getLogger(__name__)
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 MAX_BYTES = 1 << 20
-"""The most bytes that a rank may receive in a step; above it all-reduce moves less (2 /
-n of it).
+"""The most bytes that a rank sends in a step with `exchanged`. Above this,
+all-reduce is used, which on n ranks sends 2 / n times as many.
 """
 _BUCKET_BYTES = 25 << 20  # DDP's own
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own layers, which in training normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
-_GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
-ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"
+_GRAPHS_OF_A_UNIT = (
+    8  # torch's own `recompile_limit`, which is for one function
+)
+ANOTHER_WAY = "the loss does not go through the model that forward() was given"
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket exactly as DDP itself does, to the last bit."""
     buffer = bucket.buffer()
-    # As the reducer does it: dividing rounds otherwise.
+    # As the reducer does it: dividing would round differently.
     buffer.mul_(1.0 / dist.get_world_size())
     reduced = dist.all_reduce(buffer, async_op=True).get_future()
     return reduced.then(lambda future: future.value()[0])
@@ -69,8 +79,8 @@ def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
 def average_present(parameters: Sequence[Tensor], group: Group) -> None:
     """Average the gradients of `parameters` over ranks, in place.
 
-    A missing gradient counts as zero; a parameter without a gradient on any rank gets
-    none.
+    A missing gradient counts as zero; a parameter without a gradient on any
+    rank gets none.
 
     Waits for the device; every rank must call it with the same parameters.
     """
@@ -104,7 +114,9 @@ def _average_rows(parameter: Tensor, group: Group) -> None:
     of_rank = None if own is None else own.indices().cpu()
     every = [places for places in group.gather(of_rank) if places is not None]
     places = torch.cat(every, 1).unique(dim=1).to(parameter.device)
-    zeros = parameter.new_zeros(places.shape[1], *parameter.shape[len(places) :])
+    zeros = parameter.new_zeros(
+        places.shape[1], *parameter.shape[len(places) :]
+    )
     total = torch.sparse_coo_tensor(
         places, zeros, parameter.shape, check_invariants=False
     )
@@ -116,12 +128,13 @@ def _average_rows(parameter: Tensor, group: Group) -> None:
 def exchanged(rank: int, world_size: int) -> Hook:
     """Return a DDP hook that sends small gradients to every rank directly.
 
-    It is for CPU workers, and applies if all gradients are in one small bucket. gloo's
-    all-reduce passes parts of a buffer around in turns, and hands each turn to another
-    thread; for gradients of a few hundred kilobytes that waiting is most of a step.
-    With this hook every rank sends everything to all others at once, and adds up what
-    it receives in the order of ranks: one turn, and the same bits on every rank (with
-    two ranks, the same as gloo's).
+    The hook is for CPU workers, and applies if all gradients are in one small
+    bucket. gloo's all-reduce passes parts of a buffer around in turns, and
+    hands each turn to another thread; for gradients of a few hundred
+    kilobytes, waiting for these threads takes most of a step. With this hook
+    every rank sends everything to all others in a single turn, and adds up
+    what it receives in the order of ranks, which gives the same bits on every
+    rank (with two ranks, also the same as gloo's).
     """
     peers = [peer for peer in range(world_size) if peer != rank]
 
@@ -146,7 +159,7 @@ def exchanged(rank: int, world_size: int) -> Hook:
         done.set_result(own)
         return done
 
-    # DDP compares them with types, and here they are text
+    # DDP compares annotations with types, and here they are text
     average.__annotations__.clear()
     return average
 
@@ -161,18 +174,20 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     if strategy != "fsdp" or group.world_size == 1:
         return model.to(group.device)
     _check_shardable(model)
-    from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
+    # Imported here: it takes 0.4 s, and only fsdp needs it.
+    from torch.distributed.device_mesh import (
+        init_device_mesh,
+    )
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(group.device.type, (group.world_size,))
-    # FSDP2 wants them so; batches may still be channels last.
+    # FSDP2 needs this; batches may still be channels last.
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
-    # Each goes to the device by itself: the whole model need not fit there.
+    # Moves one unit at a time: the whole model need not fit on the device.
     for unit in shard_units(model):
         fully_shard(unit, mesh=mesh)
-    # The root's, at the end of the forward pass, are the first that the backward pass
-    # wants.
+    # The backward pass needs the root's parameters first: they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return model
 
@@ -181,11 +196,15 @@ def _check_shardable(model: nn.Module) -> None:
     """Raise ConfigError for a parameter that FSDP2 cannot shard."""
     sparse = {m.weight for m in model.modules() if getattr(m, "sparse", False)}
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0 or parameter.is_complex() or parameter in sparse:
+        if (
+            parameter.ndim == 0
+            or parameter.is_complex()
+            or parameter in sparse
+        ):
             raise ConfigError(
                 "strategy",
                 "fsdp",
-                f"shards nothing that is a scalar, complex or has sparse gradients, as `{name}`",
+                f"cannot shard a parameter that is a scalar, is complex or has sparse gradients, such as `{name}`",
                 "set `strategy: ddp`, or make it a dense, real tensor of one dimension or more",
             )
 
@@ -195,8 +214,8 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
 
     Parameters stay the same.
 
-    With one worker, which has all samples of a microbatch, the model is not changed. On
-    a CPU torch refuses such a layer in its first pass.
+    With one worker, the model is not changed. On a CPU, torch refuses a
+    SyncBatchNorm layer in the first pass.
     """
     if group.world_size == 1:
         return model
@@ -204,39 +223,49 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     return converted
 
 
-def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Module:
+def wrap_model(
+    model: nn.Module, group: Group, strategy: str = "ddp"
+) -> nn.Module:
     """Return the module that training calls: the bare one, or a wrapper around it."""
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
             return _DataParallel(model, device_ids=list(range(gpus)))
         logger.warning(
-            "strategy dp has %d GPU here: the model is trained as with strategy none",
-            gpus,
+            "strategy dp has %s here: the model is trained as with strategy none",
+            counted(gpus, "GPU"),
         )
         return model
-    # Where none is trained yet, DDP has nothing to average.
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    # Without trained parameters DDP has nothing to average.
+    is_trained = any(
+        parameter.requires_grad for parameter in model.parameters()
+    )
     if strategy != "ddp" or group.world_size == 1 or not is_trained:
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
-    apart = [name for name, buffer in model.named_buffers() if not _is_sent(buffer)]
+    apart = [
+        name for name, buffer in model.named_buffers() if not _is_sent(buffer)
+    ]
     if apart:
         Replicated._set_params_and_buffers_to_ignore_for_model(model, apart)  # type: ignore[no-untyped-call]
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     norms = _batchnorms(model)
     if norms:
-        wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
+        wrapped.register_forward_pre_hook(
+            functools.partial(_share_what_is_read, norms)
+        )
     if group.device.type == "cpu":
-        wrapped.register_comm_hook(None, exchanged(group.rank, group.world_size))
+        wrapped.register_comm_hook(
+            None, exchanged(group.rank, group.world_size)
+        )
     return wrapped
 
 
 class Replicated(DistributedDataParallel):
-    """DDP that records whether a pass went through it: otherwise it averages nothing.
+    """DDP that records whether a pass went through it; if not, DDP averages nothing.
 
-    The module's methods and parts (such as `model.encode`) are accessible, but calling
-    them bypasses DDP.
+    The module's methods and parts (such as `model.encode`) are accessible, but
+    calling them bypasses DDP.
     """
 
     called = False
@@ -266,8 +295,10 @@ class Replicated(DistributedDataParallel):
             return f"the loss of a batch does not depend on {shorten(names)}"
         for parameter in self.module.parameters():
             gradient = parameter.grad
-            if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
-                return "some are sparse or complex"
+            if gradient is not None and (
+                gradient.is_sparse or gradient.is_complex()
+            ):
+                return "some gradients are sparse or complex"
         return None
 
     def check_finished(self) -> None:
@@ -279,7 +310,7 @@ class Replicated(DistributedDataParallel):
             raise ConfigError(
                 "strategy",
                 "ddp",
-                f"waits for a gradient of what other batches have used, and this loss does not depend on {names}",
+                f"waits for gradients of {names}: the loss of this batch does not depend on these parameters, and that of other batches does",
                 "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
             ) from error
 
@@ -296,25 +327,33 @@ def _batchnorms(model: nn.Module) -> list[nn.Module]:
 
 
 def _share_what_is_read(
-    norms: Sequence[nn.Module], wrapped: DistributedDataParallel, inputs: object
+    norms: Sequence[nn.Module],
+    wrapped: DistributedDataParallel,
+    inputs: object,
 ) -> None:
     """Let DDP broadcast rank 0's buffers only before a forward that reads them.
 
-    BatchNorm in training does not read them, and evaluations and checkpoints use rank
-    0's anyway.
-
-    (For ResNet-50, 159 tensors a step.)
+    BatchNorm in training does not read them, and evaluations and checkpoints
+    use rank 0's anyway.
     """
     wrapped.broadcast_buffers = not all(norm.training for norm in norms)
 
 
 class _DataParallel(DataParallel[nn.Module]):
-    """Keeps the caller's autocast format in replicas' threads, which use float16."""
+    """Keeps the caller's autocast format in replicas' threads, instead of float16."""
 
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        in_format = functools.partial(_in_format, torch.get_autocast_dtype("cuda"))
-        calls: Any = [functools.partial(in_format, replica) for replica in replicas]
-        return parallel_apply(calls, inputs, kwargs, self.device_ids[: len(replicas)])
+    def parallel_apply(
+        self, replicas: Any, inputs: Any, kwargs: Any
+    ) -> list[Any]:
+        in_format = functools.partial(
+            _in_format, torch.get_autocast_dtype("cuda")
+        )
+        calls: Any = [
+            functools.partial(in_format, replica) for replica in replicas
+        ]
+        return parallel_apply(
+            calls, inputs, kwargs, self.device_ids[: len(replicas)]
+        )
 
 
 def _in_format(
@@ -329,8 +368,8 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
 
     Shapes are static (dynamic=False), because every size recurs.
 
-    A sharded model is compiled one unit at a time, inside FSDP's hooks, which a graph
-    cannot contain; what the root does between its units stays eager.
+    A sharded model is compiled one unit at a time, inside FSDP's hooks, which
+    a graph cannot contain; what the root does between its units stays eager.
     """
     compiled = functools.partial(
         torch.compile, mode=mode, fullgraph=fullgraph, dynamic=False
@@ -342,9 +381,11 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     sharded = [module for module in model.modules() if is_sharded(module)]
     units = sharded[1:] or sharded
     limits = torch._dynamo.config
-    # Equal units share their graphs; unequal ones of a class count together, and would
-    # soon be too many for torch.
-    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units))
+    # Equal units share their graphs; unequal units of one class share a limit,
+    # which they would soon reach.
+    limits.recompile_limit = max(
+        limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units)
+    )
     for unit in units:
         unit.forward = compiled(_in_own_frame(unit.forward))
 
@@ -352,8 +393,8 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function in this file that calls `call`.
 
-    torch 2.11 does not compile frames of torch's own modules, nor anything called from
-    them.
+    torch 2.11 does not compile frames of torch's own modules, nor anything
+    called from them.
     """
 
     def called(*inputs: Any, **kwargs: Any) -> Any:
@@ -374,7 +415,7 @@ def unused_parameters(model: nn.Module) -> list[str]:
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which backward does not reduce gradients over ranks.
 
-    It is for all microbatches of a step except the last.
+    The context is for all microbatches of a step except the last.
     """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
@@ -394,10 +435,12 @@ def share_tensors(tensors: list[Tensor], group: Group) -> None:
     """Copy rank 0's tensors to every rank, in place."""
     detached = [tensor.detach() for tensor in tensors if _is_sent(tensor)]
     if group.world_size > 1 and detached:
-        assert dist.group.WORLD is not None
-        dist._broadcast_coalesced(dist.group.WORLD, detached, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        send = dist._broadcast_coalesced  # type: ignore[attr-defined]
+        send(everyone, detached, _BROADCAST_BYTES, 0)
 
 
 def _is_sent(tensor: Tensor) -> bool:
-    """Whether a broadcast can send it; each rank makes sparse buffers itself."""
+    """Whether a broadcast can send a tensor; each rank makes sparse buffers itself."""
     return tensor.layout is torch.strided and not tensor.is_quantized

@@ -1,1 +1,1 @@
-"""Everything of trainers that imports Ray."""
+"""The parts of trainers that import Ray."""

@@ -1,11 +1,11 @@
 """A script that ends an embedded cluster's processes when its driver ends.
 
-If a raylet is killed, Ray's agents outlive it by a minute, in which they report to a
-GCS that is dead too (ray/_private/process_watcher.py); a stopped worker notices nothing
-at all. Needs Linux.
+Ray's agents outlive a killed raylet by a minute, and report to a GCS that is
+dead too (ray/_private/process_watcher.py); a stopped worker notices nothing at
+all. Needs Linux.
 
-Run as: _reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to
-delete; it begins when its standard input ends.
+Run as: _reaper.py SESSION [DIRECTORY], with Ray's session directory and a
+directory to delete. The script acts when its standard input ends.
 """
 
 import os
@@ -20,19 +20,20 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 3.0
-"""Time within which Ray's other processes end by themselves."""
+"""Time within which Ray's other processes end without being killed."""
 
 
 def start(session: str, directory: Path | None = None) -> Callable[[], None]:
-    """Start a reaper beside this process; it also deletes `directory`.
+    """Start a reaper for this process; it also deletes `directory`.
 
     Returns:
-        What ends it sooner than this process, once the cluster has ended.
+        A function that lets the reaper end before this process; call it once
+        the cluster has ended.
     """
     command = [sys.executable, "-I", "-S", __file__, session]
     if directory is not None:
         command.append(str(directory))
-    # What is written into is closed by the end of this process, if not before.
+    # `held` is closed when this process ends, if not before.
     end, held = os.pipe()
     streams = [
         (os.POSIX_SPAWN_DUP2, end, 0),
@@ -46,7 +47,7 @@ def start(session: str, directory: Path | None = None) -> Callable[[], None]:
 
     def let_go() -> None:
         os.close(held)
-        # It may wait for Ray's last processes, and nobody need wait for it.
+        # The reaper may wait for Ray's last processes; this process need not.
         threading.Thread(target=os.waitpid, args=(pid, 0), daemon=True).start()
 
     return let_go
@@ -55,8 +56,8 @@ def start(session: str, directory: Path | None = None) -> Callable[[], None]:
 def processes(session: str) -> list[int]:
     """Return the raylet and all processes below it.
 
-    They are recognised by having the raylet's log open for writing, since Ray replaces
-    their command lines by titles.
+    They are recognised by having the raylet's log open for writing, since Ray
+    replaces their command lines by titles.
     """
     log = Path(session, "logs", "raylet.out")
     found = []

@@ -1,11 +1,11 @@
-"""What the connected cluster has, and may grow to by its cluster file (Ray).
+"""The resources that the cluster has, and may grow to under its cluster file (Ray).
 
-The file is read where a job's driver finds it: on the head of a `ray up` cluster, and
-in a pod of KubeRay's from Kubernetes.
+The file is read where a job's driver finds it: on the head of a `ray up`
+cluster, and in a pod of KubeRay, from Kubernetes.
 
-Environment read: RAY_ADDRESS, without which a cluster is embedded and never grows; in
-Kubernetes RAY_CLUSTER_NAME and KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes
-set.
+Environment read: RAY_ADDRESS, without which a cluster is embedded and never
+grows; in Kubernetes also RAY_CLUSTER_NAME, which KubeRay sets, and
+KUBERNETES_SERVICE_HOST, which Kubernetes sets.
 """
 
 import functools
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 Resources = dict[str, float]
 """Amounts by name, as in Ray."""
 BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
-"""Where `ray up` leaves the file on the head, with the resources of every type filled
-in.
+"""Where `ray up` leaves the file on the head, with the resources of every type
+filled in.
 """
 _HEAD = "node:__internal_head__"
 _JOIN_S = 60
@@ -37,7 +37,7 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def capacity() -> Resources:
-    """Return all resources that the cluster has, or may grow to by its cluster file."""
+    """Return the resources the cluster has, or may grow to under its cluster file."""
     now = Counter[str](ray.cluster_resources())
     grown = Counter[str]()
     for resources in nodes_at_most():
@@ -73,16 +73,19 @@ def _wait_for_a_worker() -> None:
     deadline = time.monotonic() + _JOIN_S
     if not _workers_up():
         logger.info(
-            "no worker has joined the cluster yet: waiting %d s at most", _JOIN_S
+            "no worker has joined the cluster yet: waiting %d s at most",
+            _JOIN_S,
         )
     while not _workers_up() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
 
 
 def _sizes_unknown(config: Tree) -> bool:
-    """Return whether the file leaves worker sizes open, as for hosts of one's own."""
+    """Return whether the file leaves worker sizes open, as for on-premises hosts."""
     for kind in (config.get("available_node_types") or {}).values():
-        if kind.get("max_workers") and not _numbers(kind.get("resources") or {}):
+        if kind.get("max_workers") and not _numbers(
+            kind.get("resources") or {}
+        ):
             return True
     return False
 
@@ -90,11 +93,11 @@ def _sizes_unknown(config: Tree) -> bool:
 def allowed(config: Tree, like: Tree | None = None) -> list[Resources]:
     """Return the resources of each node that a cluster file allows, largest first.
 
-    The file must be prepared by Ray. The limits of every type and of the whole cluster
-    apply.
+    The file must be prepared by Ray. The limits of every type and of the whole
+    cluster apply.
 
-    `like` is the resources of a worker that is up. It stands for hosts of one's own,
-    whose size the file does not say.
+    `like` holds the resources of a worker that is up. It stands for
+    on-premises hosts, whose size the file does not give.
     """
     nodes = []
     workers = []
@@ -128,7 +131,9 @@ def _file(node_id: str) -> Tree:
 
     Empty if this is neither the head nor a pod of KubeRay.
     """
-    heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
+    heads = [
+        node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]
+    ]
     name = None
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         name = os.environ.get("RAY_CLUSTER_NAME")
@@ -144,7 +149,11 @@ def _file(node_id: str) -> Tree:
         source = str(file)
         found: list[Tree] = parse_documents(read_text(file, source), source)
         return found[0] if found else {}
-    except (OSError, ValueError, KeyError) as error:  # OSError: requests' own, too
-        words = "what the cluster may grow to is not known (%s): only nodes that are up count"
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # OSError: errors of `requests`, too
+        words = "how far the cluster may grow is not known (%s): only nodes that are up are counted"
         logger.warning(words, error)
         return {}

@@ -2,8 +2,8 @@
 
 A run that the cluster can never hold is refused.
 
-Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on
-this machine.
+Environment read: RAY_ADDRESS names the cluster; without it an embedded one
+starts on this machine.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from ray.job_config import JobConfig
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
-from trainers.errors import ClusterError, ConfigError, first_line
+from trainers.errors import ClusterError, ConfigError, counted, first_line
 from trainers.launch.process import without_collection
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray import _reaper
@@ -49,21 +49,30 @@ from trainers.on_ray.internals import (
 logger = logging.getLogger(__name__)
 
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
-_LEAVE_S = 20.0  # with all alive Ray takes one or two
+_LEAVE_S = 20.0  # Ray takes one or two seconds if all processes answer
 _DASHBOARD_AFTER_S = 60.0
-"""Its dozen processes would slow a run that starts, or the trials of a short sweep."""
+"""Time until the dashboard starts: its processes would slow a run that starts, or
+a short sweep's trials.
+"""
 _SCRIPTS_END_S = 1.0
-"""A script that ends so soon after its sweep has no use for the dashboard."""
+"""A script that ends within this time after its sweep needs no dashboard."""
+_STARTS = 3
+"""The most attempts to start an embedded cluster. Ray gives the processes of a
+node 15 s to start, which is too short on a busy machine.
+"""
 _embedded = contextlib.ExitStack()
-"""What ends the embedded cluster of this process; Ray, too, has one at most."""
+"""Ends the embedded cluster of this process; Ray, too, allows only one."""
 
 
-def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:
+def connect(
+    show_workers: bool = True, metadata: dict[str, str] | None = None
+) -> None:
     """Join the cluster that RAY_ADDRESS names, or start an embedded one.
 
     Args:
         show_workers: Whether workers' output appears in this terminal.
-        metadata: What `ray job list` shows for this process, if it joins a cluster.
+        metadata: What `ray job list` shows for this process, if it joins a
+            cluster.
     """
     if ray.is_initialized():
         return
@@ -83,7 +92,9 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
                 log_to_driver=show_workers,
                 logging_level=logging.WARNING,
             )
-    except Exception as error:  # Ray raises whatever it meets, often a plain Exception
+    except (
+        Exception
+    ) as error:  # Ray passes on any error, often as a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
     _tell_dashboard(context.dashboard_url, logger)
 
@@ -91,7 +102,8 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
 def _start_embedded(show_workers: bool) -> None:
     """Start a cluster that ends with this process.
 
-    When it ends, the environment variables that Ray has set are removed.
+    When the cluster ends, the environment variables that Ray has set are
+    removed.
     """
     with contextlib.ExitStack() as started:
         started.enter_context(_environment_as_before())
@@ -106,33 +118,52 @@ def _start_embedded(show_workers: bool) -> None:
 
 
 def _init_embedded(show_workers: bool) -> None:
-    # Ray warns of its own default, a token; `_tell_dashboard` says where that is.
+    # Ray warns that it uses a token by default; `_tell_dashboard` says where
+    # the token is.
     logging.getLogger(TOKEN_LOGGER).setLevel(logging.ERROR)
     before = keep_on_loopback(True)
     try:
-        # Its processes inherit the environment.
+        # The cluster's processes inherit the environment.
         with (
             _keeping_sigterm(),
             cluster_environment(),
             without_extras(show_workers),
         ):
-            ray.init(
-                address="local",
-                log_to_driver=show_workers,
-                logging_level=logging.WARNING,
-            )
+            _init_patiently(show_workers)
     except Exception as error:  # as above
         raise ClusterError(_not_started(error)) from error
     finally:
         keep_on_loopback(before)
 
 
+def _init_patiently(show_workers: bool) -> None:
+    """Start Ray; if Ray is too slow, try again.
+
+    The processes of a failed start end with this process.
+    """
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                log_to_driver=show_workers,
+                logging_level=logging.WARNING,
+            )
+        except Exception as error:
+            is_slow = "timed out during startup" in str(error)
+            if not is_slow or attempt == _STARTS:
+                raise
+            words = "Ray did not start in its own time: attempt %d of %d"
+            logger.warning(words, attempt + 1, _STARTS)
+        else:
+            return
+
+
 @contextmanager
 def started_as_ray() -> Iterator[None]:
-    """In the block, use the script's Ray, or start it without its extra processes.
+    """Within the block, use Ray as the script started it, or start it without extras.
 
-    A script that goes on after the block gets the dashboard that Ray would have
-    started: Ray Train's actors ask it which controllers are alive.
+    A script that continues after the block gets the dashboard that Ray would
+    have started: Ray Train's actors ask it which controllers are alive.
     """
     if ray.is_initialized():
         yield
@@ -160,12 +191,13 @@ def _show_dashboard_later(
     """Start an embedded cluster's dashboard later, if the cluster still exists.
 
     Args:
-        before_end: Is closed before the cluster ends.
+        before_end: A stack that is closed before the cluster ends.
         log: Receives the dashboard's address.
         environment: The environment that the dashboard inherits.
 
     Returns:
-        An event that starts it a second after it is set.
+        An event. The dashboard starts one second after the event is set, and
+        after about a minute if nobody sets the event.
     """
     is_due = threading.Event()
     is_over = threading.Event()
@@ -179,10 +211,10 @@ def _show_dashboard_later(
             with environment():
                 address = start_dashboard()
             _tell_dashboard(address, log)
-        except Exception:  # the script ends its cluster meanwhile
+        except Exception:  # the script has ended its cluster meanwhile
             logger.debug("no dashboard was started", exc_info=True)
             return
-        is_over.wait()  # it ends with this thread
+        is_over.wait()  # the dashboard ends with this thread
 
     thread = threading.Thread(target=serve, name="dashboard", daemon=True)
     thread.start()
@@ -222,8 +254,8 @@ def leaving() -> Iterator[None]:
 def disconnect() -> None:
     """Leave the cluster.
 
-    An embedded cluster ends. Processes that do not answer are killed after 20 s: Ray
-    would wait for them.
+    An embedded cluster ends. Processes that do not answer within 20 s are
+    killed: Ray would wait for them.
     """
     if not ray.is_initialized():
         return
@@ -237,27 +269,29 @@ def disconnect() -> None:
     impatient = threading.Timer(_LEAVE_S, kill)
     impatient.start()
     try:
-        # Ray ends the process if another thread gives back an object of its meanwhile,
-        # which a collection may do in any thread.
+        # Ray ends the process if another thread frees one of Ray's objects
+        # meanwhile, which garbage collection may do in any thread.
         with without_collection(), _keeping_sigterm(until_over=True):
             _embedded.close()
-            ray.shutdown()  # where it was joined
+            ray.shutdown()  # if a cluster was joined
     finally:
         impatient.cancel()
 
 
 def _not_started(error: Exception) -> str:
-    where = f"its newest logs in {ray_directory()} say why; on a machine that is busy, try again"
+    where = f"its newest logs in {ray_directory()} say why; on a busy machine, try again"
     return f"Ray did not start on this machine: {first_line(error)} ({where})"
 
 
 def _not_joined(address: str, error: Exception) -> str:
-    rule = "it names the head of a running cluster, as host:6379; without it one starts on this machine"
+    rule = "RAY_ADDRESS must name the head of a running cluster, as host:6379; if it is unset, a cluster starts on this machine"
     if isinstance(error, AuthenticationError):
         rule = "the cluster asks for a token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
     elif has_token() and not asks_for_token():
         # Ray says no more than that it could not connect.
-        rule += "; to a cluster that asks for your token, set RAY_AUTH_MODE=token"
+        rule += (
+            "; to a cluster that asks for your token, set RAY_AUTH_MODE=token"
+        )
     return f"Ray could not be joined at RAY_ADDRESS {address}: {first_line(error)} ({rule})"
 
 
@@ -265,12 +299,13 @@ def _not_joined(address: str, error: Exception) -> str:
 def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
     """Restore the handler of SIGTERM after the block.
 
-    Ray replaces the handler when it starts. When it ends, it restores the system's
-    default, which ends the process although Python still reports a handler.
+    Ray replaces the handler when it starts. When Ray ends, it restores the
+    system's default, which ends the process although Python still reports a
+    handler.
 
-    With `until_over`, a SIGTERM that a thread of this process sends meanwhile, such as
-    for a lost lease, is held back. Do not use it while Ray starts: Ray's processes
-    would inherit it.
+    With `until_over`, a SIGTERM that a thread of this process sends meanwhile,
+    such as for a lost lease, is held back. Do not use it while Ray starts:
+    Ray's processes would inherit the blocked signal.
     """
     before = signal.getsignal(signal.SIGTERM)
     blocked = signal.pthread_sigmask(
@@ -288,7 +323,7 @@ def check_cluster(spec: RunSpec | FunctionSpec) -> str:
     """Connect; return the device type of the run's workers.
 
     Raises:
-        ConfigError: the cluster can never be large enough for them.
+        ConfigError: the cluster can never be large enough for the workers.
     """
     connect()
     scaling = spec.config.scaling
@@ -299,11 +334,13 @@ def check_cluster(spec: RunSpec | FunctionSpec) -> str:
         fits = math.floor(has / each)
         if fits < scaling.min_workers:
             workers = scaling.num_workers
-            rule = f"must fit on what the cluster can grow to, {has:g} {resource}s at {each:g} a worker"
+            rule = f"must fit on the cluster, which can grow to {counted(has, resource, 'g')} (each worker takes {each:g})"
             fix = f"add nodes with a {resource}"
             if fits:
                 fix = f"set it to at most {fits}"
-            raise ConfigError("scaling.num_workers", workers, rule, fix, spec.source)
+            raise ConfigError(
+                "scaling.num_workers", workers, rule, fix, spec.source
+            )
     return "cuda" if gpu else "cpu"
 
 
@@ -311,18 +348,23 @@ def wants_gpu(config: TrainConfig | FunctionConfig, most: Resources) -> bool:
     """Return whether workers get GPUs; for auto, if the cluster has or may get any."""
     use_gpu = config.scaling.use_gpu
     if use_gpu == "auto":
-        may = isinstance(config, FunctionConfig) or config.device in ("auto", "cuda")
+        may = isinstance(config, FunctionConfig) or config.device in (
+            "auto",
+            "cuda",
+        )
         return may and most.get("GPU", 0.0) > 0
     return use_gpu
 
 
 def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
     """Convert our scaling section to Ray Train's."""
-    import ray.train  # it takes a second, in which a sweep's Ray could have started
+    import ray.train  # imported here: it takes a second
 
     workers = scaling.num_workers
     return ray.train.ScalingConfig(
-        num_workers=workers if isinstance(workers, int) else (workers[0], workers[1]),  # type: ignore[arg-type]
+        num_workers=workers
+        if isinstance(workers, int)
+        else (workers[0], workers[1]),  # type: ignore[arg-type]
         use_gpu=gpu,
         resources_per_worker=_resources(scaling, gpu),
         placement_strategy=scaling.placement_strategy,
@@ -342,17 +384,19 @@ def _resources(scaling: ScalingConfig, gpu: bool) -> Resources:
 def _own_token() -> Iterator[Path | None]:
     """Give a new embedded cluster a temporary token that only this user can read.
 
-    Since 2.59 Ray protects every cluster that `ray.init()` starts by a token, and
-    writes one to ~/.ray/auth_token if the user has none. From then on `ray start`
-    requires it too, and scripts that worked before fail. A token or a mode that the
-    user has chosen is left alone. Yields the token's directory, or None.
+    Since 2.59 Ray protects every cluster that `ray.init()` starts by a token,
+    and writes one to ~/.ray/auth_token if the user has none. From then on `ray
+    start` requires it too, and scripts that worked before fail. A token or a
+    mode that the user has chosen is left alone. Yields the token's directory,
+    or None.
     """
     if "RAY_AUTH_MODE" in os.environ:
         yield None
         return
     directory = None
     if not has_token():
-        directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+        # mkdtemp gives it mode 0700.
+        directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))
         file = directory / "token"
         file.write_text(new_token())
         os.environ[_TOKEN_PATH] = str(file)
@@ -369,7 +413,7 @@ def _own_token() -> Iterator[Path | None]:
 
 
 def where_the_token_is() -> str:
-    """Say where the dashboard's token is; empty if it needs none."""
+    """Say where the dashboard's token is; empty if the dashboard needs no token."""
     if not asks_for_token():
         return ""
     if path := os.environ.get(_TOKEN_PATH):

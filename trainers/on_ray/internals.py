@@ -1,11 +1,12 @@
-"""What trainers and cluster use of Ray beyond its public API (Ray).
+"""The parts of Ray beyond its public API that trainers and cluster use (Ray).
 
-The only other such file is tune/ray_internals.py; a test checks that. Names that every
-supported version of Ray has are imported at the top, so a version without them fails at
-once and names what is missing, not in the middle of a run. `make ray-contract` tests
-the oldest and the newest supported version. What a run can do without is looked up in a
-function, which says what happens without it. Ray Train and the autoscaler are imported
-in functions: a node's watchers need neither.
+The only other such file is tune/ray_internals.py; a test checks that. Names
+that every supported version of Ray has are imported at the top, so a version
+without them fails at the start, not in the middle of a run, and names what is
+missing. `make ray-contract` tests the oldest and the newest supported version.
+Names that a run can do without are looked up in functions, which say what
+happens without them. Ray Train and the autoscaler are imported in functions: a
+node's watchers need neither.
 """
 
 import contextlib
@@ -48,15 +49,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    # hears of the controller's start and states; the public UserCallback of reports and
-    # failures
+    # is told of the controller's start and states; the public UserCallback
+    # is told only of reports and failures
     "ControllerCallback",
-    "kv_delete",  # the store is there as long as the cluster, without an actor of ours
+    "kv_delete",  # the store lasts as long as the cluster, and needs no actor
     "kv_exists",
     "kv_get",
     "kv_list",
     "kv_put",
-    "new_token",  # an embedded cluster's own
+    "new_token",  # for an embedded cluster
     "ray_directory",  # named in an error
 ]
 
@@ -75,14 +76,14 @@ def accepted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in known}
 
 
-# The processes of a cluster and of its nodes. Ray's public API starts and ends them,
-# and does not say how they are.
+# The processes of a cluster and of its nodes. Ray's public API starts and ends
+# them, but does not report their state.
 
 
 def own_node() -> Any:
     """Return the node that this process has started or joined; None otherwise.
 
-    It knows Ray's processes.
+    The node knows Ray's processes.
     """
     return ray._private.worker._global_node
 
@@ -91,12 +92,12 @@ def own_node_is_alive(timeout_s: float) -> bool:
     """Ask the GCS whether it considers this process's node alive.
 
     Raises:
-        RayError: it does not answer.
+        RayError: The GCS does not answer.
     """
     worker: Any = ray._private.worker.global_worker
-    return bool(
-        worker.gcs_client.check_alive([worker.current_node_id], timeout=timeout_s)[0]
-    )
+    gcs = worker.gcs_client
+    [is_alive] = gcs.check_alive([worker.current_node_id], timeout=timeout_s)
+    return bool(is_alive)
 
 
 def actor_record(actor_id: str) -> dict[str, Any]:
@@ -110,8 +111,8 @@ def actor_record(actor_id: str) -> dict[str, Any]:
 def keep_on_loopback(wanted: bool) -> bool:
     """Make clusters started from now on listen on the loopback only, or undo that.
 
-    This includes their ports for metrics, as on macOS and Windows. Returns the previous
-    setting.
+    Their ports for metrics are included, as Ray does by itself on macOS and
+    Windows. Returns the previous setting.
     """
     before = not ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not wanted
@@ -120,12 +121,13 @@ def keep_on_loopback(wanted: bool) -> bool:
 
 @contextlib.contextmanager
 def without_extras(show_workers: bool) -> Iterator[None]:
-    """Start clusters within the block without dashboard and autoscaler.
+    """Let clusters that start within the block have no dashboard and no autoscaler.
 
-    If `show_workers` is false, also without the process that forwards workers' output.
+    If `show_workers` is false, these clusters also lack the process that
+    forwards workers' output.
 
-    Public: an option that starts a server without pages in place of the dashboard, and
-    waits for it too.
+    Ray's public option starts a server without pages instead of the dashboard,
+    and waits for that server, too.
     """
     extras = ["start_api_server", "start_monitor"]
     if not show_workers:
@@ -153,13 +155,17 @@ def start_dashboard() -> str | None:
 
 
 def drain_node(
-    gcs_address: str, node_id: str, reason: str, deadline_ms: int, timeout_s: float
+    gcs_address: str,
+    node_id: str,
+    reason: str,
+    deadline_ms: int,
+    timeout_s: float,
 ) -> tuple[bool, str]:
-    """Ask Ray to drain a node before a spot machine is taken away.
+    """Ask Ray to drain a node before its spot machine is taken away.
 
     Returns whether Ray accepts, and if not, why.
 
-    Public: a hidden command that says neither.
+    Ray's command for draining is undocumented, and reports neither.
     """
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined] # compiled
 
@@ -171,7 +177,7 @@ def drain_node(
     return bool(accepted), str(words)
 
 
-# The token. Public: an environment variable, which Ray reads once.
+# The token. The public way is an environment variable, which Ray reads once.
 
 
 def has_token() -> bool:
@@ -187,7 +193,7 @@ def has_token() -> bool:
             "RAY_AUTH_TOKEN_PATH",
             os.environ.get("RAY_AUTH_TOKEN_PATH", MISSING),
             "must name a file that holds a token",
-            "`ray get-auth-token --generate` writes one to ~/.ray/auth_token; or unset it",
+            "write one to ~/.ray/auth_token with `ray get-auth-token --generate`, or unset the variable",
         ) from error
 
 
@@ -202,7 +208,8 @@ def asks_for_token() -> bool:
     return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
 
 
-# The autoscaler: public are its files, and no call that reads or checks them.
+# The autoscaler. Its files are public, but the calls that read or check these
+# files are not.
 
 
 def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
@@ -210,8 +217,8 @@ def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
 
     Ray's autoscaler on the head does the same.
 
-    Raises ValueError if this version of Ray cannot: then it is unknown how far the
-    cluster may grow.
+    Raises ValueError if this version of Ray cannot read it: then it is unknown
+    how far the cluster may grow.
     """
     try:
         from ray.autoscaler._private.kuberay.autoscaling_config import (
@@ -229,7 +236,7 @@ def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
 
 
 def check_cluster_file(config: dict[str, Any]) -> None:
-    """Raise Ray's error where a file of `ray up` does not fit its schema."""
+    """Raise Ray's error if a file of `ray up` does not fit its schema."""
     from ray.autoscaler._private.util import validate_config
 
     validate_config(config)
@@ -246,8 +253,8 @@ def filled_in(config: dict[str, Any]) -> dict[str, Any]:
 def autoscaler_parts() -> tuple[Any, Any, int]:
     """Return parts of Ray's autoscaler that handle a machine refused by a cloud.
 
-    They are the classes Reconciler and CloudResourceMonitor, and the state of such a
-    machine.
+    They are the classes Reconciler and CloudResourceMonitor, and the state of
+    such a machine.
     """
     from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
     from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import (
@@ -264,7 +271,8 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 def controller_logging(quiet: bool) -> dict[str, Any]:
     """Return the RunConfig's options for what a run's controller logs.
 
-    If `quiet`, only warnings; as Ray has it otherwise, or if it has no such option.
+    If `quiet`, the controller logs only warnings. Otherwise, or if this Ray
+    has no such option, Ray's default applies.
     """
     import ray.train
 
@@ -277,14 +285,17 @@ def controller_logging(quiet: bool) -> dict[str, Any]:
 def without_cleaner(callbacks: list[Any]) -> list[Any]:
     """Return a trainer's callbacks without those that free what a dead controller had.
 
-    Their actor asks the dashboard whether the controller is alive. Without a dashboard,
-    or with two clusters on a machine, it does not end with the run, or with an error.
+    Their actor asks the dashboard whether the controller is alive. Without a
+    dashboard, or with two clusters on a machine, that actor does not end with
+    the run, or ends with an error.
     """
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback as Cleaner,
     )
 
-    return [callback for callback in callbacks if not isinstance(callback, Cleaner)]
+    return [
+        callback for callback in callbacks if not isinstance(callback, Cleaner)
+    ]
 
 
 def starts_again(state: Any) -> bool:
@@ -302,8 +313,8 @@ def is_leaving() -> bool:
 
     All ranks must call it equally often.
 
-    Public since Ray 2.58. An older Ray always gives False, and the loss of a node is a
-    failure like any other.
+    Ray reports this from version 2.58 on. With an older Ray the answer is
+    always False, and the loss of a node is a failure like any other.
     """
     import ray.train
 
@@ -323,16 +334,23 @@ def nodes_taken(before: Any, state: Any) -> set[str]:
         )
     except ImportError:
         return set()
-    if not (isinstance(before, PreemptingState) and isinstance(state, RestartingState)):
+    if not (
+        isinstance(before, PreemptingState)
+        and isinstance(state, RestartingState)
+    ):
         return set()
     return set(before.preemption_info.preempted_node_ids)
 
 
 def coordinator() -> Any:
     """Return the actor that counts nodes for elastic groups."""
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
+    from ray.data._internal.cluster_autoscaler import (
+        default_autoscaling_coordinator,
+    )
 
-    return default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
+    return (
+        default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
+    )
 
 
 def run_register() -> Any:
@@ -343,38 +361,43 @@ def run_register() -> Any:
 
 
 def tell_of_job(words: Mapping[str, str]) -> None:
-    """Add to the metadata of the submitted job that this process belongs to.
+    """Add `words` to the metadata of the submitted job to which this process belongs.
 
-    `ray job list` and the job's page in the dashboard show them. Does nothing outside
-    such a job, or if this version of Ray stores them elsewhere.
+    `ray job list` and the job's page in the dashboard show them. Does nothing
+    outside such a job, or if this version of Ray stores metadata elsewhere.
 
-    Public: only when the job is submitted.
+    Ray's public API sets metadata only when a job is submitted.
     """
     try:
-        given = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
+        given = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])[
+            "metadata"
+        ]
         key = f"_ray_internal_job_info_{given['job_submission_id']}".encode()
         job = json.loads(kv_get(key, namespace=b"job"))
         job["metadata"] = {**(job["metadata"] or {}), **words}
         kv_put(key, json.dumps(job).encode(), namespace=b"job")
-    except Exception:  # it ends no sweep, whatever it met
+    except Exception:  # no error here may end a sweep
         logger.debug("the job's metadata stays as it is", exc_info=True)
 
 
-# Loggers, each named by its module. One that has another name in some Ray says more
-# than we want, and nothing breaks.
+# Loggers, named after their modules. Under a version of Ray that renames one,
+# more is logged than we want, and nothing breaks.
 _TRAIN = "ray.train.v2._internal"
 TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"  # noqa: S105 # (a name)
 FAILURE_LOGGER = f"{_TRAIN}.execution.failure_handling.default"
 CONTROLLER_LOGGER = f"{_TRAIN}.execution.controller.controller"
 STATE_LOGGER = f"{_TRAIN}.callbacks.state_manager"
-COORDINATOR_LOGGER = f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client"
+COORDINATOR_LOGGER = (
+    f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client"
+)
 
 
 def quiet_reports() -> None:
     """Suppress Ray's log line for every report of every rank."""
+    # The logger is named after the file of the module imported here.
     from ray.train.v2._internal.execution import (
         context,
-    )  # its logger is named by its file
+    )
 
     logging.getLogger(str(context.__file__)).setLevel(logging.WARNING)
 

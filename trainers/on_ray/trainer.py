@@ -1,4 +1,4 @@
-"""Train a run or a user's own function, or do another job, by Ray's TorchTrainer (Ray).
+"""Train a run or a user's function, or do another job, with Ray's TorchTrainer (Ray).
 
 Rank 0 passes a run's records to the driver through the key-value store.
 """
@@ -57,7 +57,11 @@ from trainers.on_ray.internals import (
     starts_again,
     without_cleaner,
 )
-from trainers.on_ray.vital_signs import VitalSigns, ending_with_cluster, show_life
+from trainers.on_ray.vital_signs import (
+    VitalSigns,
+    ending_with_cluster,
+    show_life,
+)
 from trainers.on_ray.worker_group import (
     FailurePolicy,
     GroupConfig,
@@ -71,10 +75,12 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-_AGAIN = "the same command goes on from the newest checkpoint"
+_AGAIN = "the same command continues from the newest checkpoint"
 _NEWEST = "newest_report.json"
 """File with the metrics that a training function last reported."""
 _ANSWER_S = 10.0  # within which Ray's coordinator answers
+ASK_AGAIN_S = 1.0
+"""Pause of an elastic group between two looks for nodes, as long as Ray's own."""
 _GONE_S = 15.0  # within which a node that is taken away is gone
 
 
@@ -89,7 +95,7 @@ def send(run: Storage, records: list[Record]) -> None:
 
 @contextlib.contextmanager
 def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
-    """Send the run's records to the driver in the block, if its spec asks for them.
+    """Within the block, send the run's records to the driver if `spec` asks for them.
 
     Every rank calls it.
     """
@@ -103,18 +109,18 @@ def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def receiving(run: Storage, take: Take | None) -> Iterator[None]:
-    """Pass the records that workers send during the block to `take`."""
+    """During the block, call `take` with each record that workers send."""
     if take is None:
         yield
         return
-    _take(run, lambda record: None)  # of a driver that was killed
+    _take(run, lambda record: None)  # records for a driver that was killed
     over = threading.Event()
 
     def receive() -> None:
         is_over = False
         while not is_over:
             is_over = over.wait(_LOOK_S)
-            # The cluster may be gone, or not answer: the run itself says so.
+            # The cluster may be gone, or not answer; the run itself says so.
             with contextlib.suppress(Exception):
                 _take(run, take)
 
@@ -141,10 +147,10 @@ def _prefix(run: Storage) -> bytes:
 
 @dataclass(frozen=True)
 class FunctionRun:
-    """A run of a training function that is done."""
+    """A completed run of a training function."""
 
     metrics: dict[str, Any]
-    """What rank 0 reported last; what JSON cannot hold is text."""
+    """Rank 0's last report; values that JSON cannot hold are text."""
     checkpoint: str | None
     """Where the newest checkpoint is."""
     uri: str
@@ -170,7 +176,9 @@ class _Reports(ray.train.UserCallback):
         self, run_context: Any, metrics: list[Tree], checkpoint: Any
     ) -> None:
         """Called by Ray with the metrics of all ranks."""
-        self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
+        self._storage.write(
+            _NEWEST, json.dumps(metrics[0], default=str).encode()
+        )
         if self._told:
             send(self._storage, [{"record": "report", "metrics": metrics[0]}])
 
@@ -179,7 +187,7 @@ class _Trainer(TorchTrainer):
     """A TorchTrainer whose cluster, if it is embedded, ends with the run."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
+        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc] # typed as in the first version of Ray Train
         return without_cleaner(callbacks) if embedded() else callbacks
 
 
@@ -191,8 +199,8 @@ def _function_worker(loop_config: Tree) -> Any:
 def fit(trainer: TorchTrainer) -> ray.train.Result:
     """Run Ray's `fit`, but raise KeyboardInterrupt on Ctrl-C.
 
-    Ray's own handler aborts the run and ends the process as if it had succeeded, and
-    would keep the run's controller alive.
+    Ray's own handler aborts the run and ends the process as if the run had
+    succeeded, and would keep the run's controller alive.
 
     Raises RunFailedError.
     """
@@ -203,7 +211,9 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
     except SystemExit:
         raise KeyboardInterrupt from None
     except ray.train.WorkerGroupError as error:
-        failures = [as_failure(*failed) for failed in error.worker_failures.items()]
+        failures = [
+            as_failure(*failed) for failed in error.worker_failures.items()
+        ]
         raise RunFailedError.first(failures) from None
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
@@ -226,7 +236,9 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     trainer = _Trainer(
         _function_worker,
         train_loop_config=asdict(spec),
-        scaling_config=ray_scaling(config.scaling, wants_gpu(config, capacity())),
+        scaling_config=ray_scaling(
+            config.scaling, wants_gpu(config, capacity())
+        ),
         run_config=ray.train.RunConfig(
             name=storage.name,
             storage_path=storage.parent.uri,
@@ -268,8 +280,8 @@ def _execute(job: Job[RunResult], context: RayContext) -> None:
                 notice,
             )
             context.flush()
-            # returning would end the run, raising would start it again on the very node
-            # that is leaving
+            # returning would end the run, raising would start it again on the
+            # very node that is leaving
             while True:
                 time.sleep(1)
 
@@ -300,10 +312,11 @@ def run_job(job: Job[R]) -> R:
 
     Joins the cluster.
 
-    What Ray writes beside the run's directory for it is deleted.
+    Files that Ray writes for the job, next to the run's directory, are
+    deleted.
 
-    Raises ConfigError if the cluster can never be large enough for the group, and
-    RunFailedError if a worker failed.
+    Raises ConfigError if the cluster can never be large enough for the group,
+    and RunFailedError if a worker failed.
     """
     gpu = check_cluster(job) == "cuda"
     with (
@@ -338,9 +351,13 @@ def run_on_ray(job: Job[RunResult], take: Take | None = None) -> RunResult:
     gpu = wants_gpu(config, capacity())
     if not isinstance(config.scaling.num_workers, int):
         free_dead_runs()
-    # Ray's list of the checkpoints that it was told of: with one of them deleted, as
-    # ours are once newer ones are complete, it refuses to go on with the run.
+    # Ray's list of reported checkpoints. Ray refuses to resume the run if a
+    # listed checkpoint is deleted, as Paceline deletes old checkpoints.
     job.storage.delete("checkpoint_manager_snapshot.json")
+    callbacks: list[Any] = [
+        FailurePolicy(config.failure, job.storage),
+        NodeCount(),
+    ]
     trainer = _Trainer(
         _run_worker,
         train_loop_config={"job": job},
@@ -356,17 +373,21 @@ def run_on_ray(job: Job[RunResult], take: Take | None = None) -> RunResult:
                     max_preemption_failures=config.failure.preempted,
                 ),
             ),
-            callbacks=[FailurePolicy(config.failure, job.storage), NodeCount()],  # type: ignore[list-item]
+            callbacks=callbacks,
             **controller_logging(job.quiet),
         ),
     )
     try:
-        with ending_with_cluster(_AGAIN), VitalSigns(), receiving(job.storage, take):
+        with (
+            ending_with_cluster(_AGAIN),
+            VitalSigns(),
+            receiving(job.storage, take),
+        ):
             _fit(trainer, job.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
     except ray.exceptions.RayActorError as error:
-        words = f"Ray's controller of the run, an actor, died: {first_line(error)}"
+        words = f"the actor that runs Ray Train's controller for this run died: {first_line(error)}"
         raise RunFailedError("node_lost", words, time.time()) from error
     return job.storage.read_json("result.json", RunResult)
 
@@ -394,7 +415,7 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
                 thread.join(0.2)
             if signals.asked:
                 logger.info(
-                    "asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)"
+                    "asked to stop: the workers write a checkpoint first (Ctrl-C again leaves immediately)"
                 )
                 request_stop(storage, True)
             thread.join()
@@ -407,26 +428,30 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 class NodeCount(ControllerCallback):
     """Makes Ray's coordinator count the nodes before a group starts again.
 
-    The coordinator counts nodes every 20 s, and keeps a run's reservation for 180 s, so
-    it learns late of a node that is gone, and of a run whose driver was killed. An
-    elastic group that is started before the next count waits for the dead node until
-    RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
+    The coordinator counts nodes every 20 s, and keeps a run's reservation for
+    180 s, so it learns late of a node that is gone, and of a run whose driver
+    was killed. An elastic group that is started before the next count waits
+    for the dead node for RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
 
     Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
 
-    After a preemption notice it waits until the nodes are gone, since Ray chooses the
-    group's size at the deadline, seconds before it notices that they are missing.
+    While an elastic group has too few nodes, Ray's control loop does not pause
+    between two attempts, and would use a whole core. So this callback pauses.
+
+    After a preemption notice, this callback waits until the nodes are gone,
+    since Ray chooses the group's size at the deadline, seconds before it
+    notices that they are missing.
     """
 
     def __init__(self) -> None:
-        # One line for each of the controller's states.
+        # This logger has a line for each of the controller's states.
         logging.getLogger(STATE_LOGGER).setLevel(logging.WARNING)
-        # A busy coordinator misses a request, which is sent again: a line, not a
-        # traceback.
+        # A request that a busy coordinator misses is sent again: log a line,
+        # not a traceback.
         logging.getLogger(COORDINATOR_LOGGER).addFilter(_without_traceback)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (NodeCount, ())  # in the controller, before its first request
+        return (NodeCount, ())  # runs __init__ in the controller
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
@@ -435,8 +460,11 @@ class NodeCount(ControllerCallback):
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
     ) -> None:
-        """Called by Ray in its control loop, while there is no other group."""
-        if not starts_again(current_state):
+        """Called by Ray in its control loop; the states handled here have no group."""
+        waits_for_nodes = previous_state is current_state
+        if waits_for_nodes:
+            time.sleep(ASK_AGAIN_S)
+        elif not starts_again(current_state):
             return
         taken = nodes_taken(previous_state, current_state)
         deadline = time.monotonic() + _GONE_S
@@ -456,26 +484,28 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def count_nodes() -> None:
     """Make Ray's coordinator count the nodes now; warn if it does not."""
     try:
-        counted = coordinator().get_reserved_resources.remote("", recompute=True)
+        counted = coordinator().get_reserved_resources.remote(
+            "", recompute=True
+        )
         ray.get(counted, timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
-        words = (
-            "Ray did not count the nodes again (%s): the group may wait for a dead one"
-        )
+        words = "Ray did not count the nodes again (%s): the group may wait for a dead one"
         logger.warning(words, error)
 
 
 def free_dead_runs() -> None:
     """Free the reservations of runs whose controller is dead, as after `kill -9`.
 
-    Otherwise a resumed run would have to wait for these resources, or start without
-    them.
+    Otherwise a resumed run would have to wait for these resources, or start
+    without them.
     """
     try:
         register = run_register()
         if register is None:  # this cluster has had no run
             return
-        runs: Tree = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
+        runs: Tree = ray.get(
+            register.get_train_runs.remote(), timeout=_ANSWER_S
+        )
         cancelled = []
         for run_id, run in runs.items():
             if actor_record(run.controller_actor_id).get("State") != "ALIVE":
@@ -483,5 +513,7 @@ def free_dead_runs() -> None:
                 cancelled.append(cancel.remote(f"train-{run_id}"))
         ray.get(cancelled, timeout=_ANSWER_S)
     except Exception as error:
-        # A newer Ray: the run starts all the same.
-        logger.warning("Ray may hold workers of killed runs for 180 s: %s", error)
+        # Perhaps a newer Ray: the run starts all the same.
+        logger.warning(
+            "Ray may keep the resources of killed runs for 180 s: %s", error
+        )

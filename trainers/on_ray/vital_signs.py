@@ -1,7 +1,7 @@
 """Notice when the cluster, or an actor in it, is gone (Ray).
 
-Environment read: RAY_gcs_rpc_server_reconnect_timeout_s says how long Ray waits for its
-GCS (60): three quarters of it are waited here.
+Environment read: RAY_gcs_rpc_server_reconnect_timeout_s says how long Ray
+waits for its GCS (60 s by default); this module waits three quarters of that.
 """
 
 import contextlib
@@ -34,20 +34,19 @@ from trainers.on_ray.internals import (
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("gcs_server", "raylet")
-"""Processes without which an embedded cluster cannot go on."""
+"""Processes without which an embedded cluster cannot work."""
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _RAYS_PATIENCE_S = 60.0
 _PATIENCE_SHARE = 0.75
 _BEAT_S = 5.0
-"""Time between two signs of life of an actor, and between two checks of them."""
+"""Time between two signs of life of an actor; the driver looks for them as often."""
 _LOOKS = 12
-"""How many checks in a row must find nothing new before the driver kills an actor.
-While a machine sleeps, or the driver itself is stopped, nothing is checked or counted.
+"""How many checks in a row must find nothing new before the driver kills an
+actor. While a machine sleeps, or the driver itself is stopped, nothing is
+checked or counted.
 """
-_GIVEN_UP = (
-    "Ray's GCS has given up the node of this process, whose raylet does not answer"
-)
+_GIVEN_UP = "Ray's GCS has given up the node of this process, whose raylet does not answer"
 
 
 @contextmanager
@@ -56,14 +55,15 @@ def ending_with_cluster(
 ) -> Iterator[None]:
     """Within the block, end this process once its cluster is gone.
 
-    First `close` is called and `words` are printed last. The exit code is 1.
+    `close` is called first; the message printed ends with `words`. The exit
+    code is 1.
 
-    Ray itself waits for its GCS to come back, and then ends the process from C++
-    without a message. An embedded cluster's processes never come back; those of another
-    cluster may.
+    Ray itself would wait for its GCS to come back and, if the GCS does not, end
+    the process from C++ without a message. An embedded cluster's processes
+    never come back; those of another cluster may.
 
-    Nothing can be cleaned up at that point, since every call to Ray waits for dead
-    processes. What an embedded cluster leaves behind is killed by
+    Nothing can be cleaned up at that point, since every call to Ray waits for
+    dead processes. What an embedded cluster leaves behind is killed by
     trainers/on_ray/_reaper.py.
     """
     over = threading.Event()
@@ -101,7 +101,8 @@ def ending_with_cluster(
 def _patience_s(environ: Mapping[str, str]) -> float:
     """Return how long a remote GCS may be silent: less than Ray itself would wait."""
     rays_s = _RAYS_PATIENCE_S
-    with contextlib.suppress(KeyError, ValueError):  # Ray takes its default, too
+    # Without a valid number, Ray uses its default, too.
+    with contextlib.suppress(KeyError, ValueError):
         rays_s = float(environ["RAY_gcs_rpc_server_reconnect_timeout_s"])
     return _PATIENCE_SHARE * rays_s
 
@@ -143,7 +144,7 @@ def _prefix() -> str:
 
 def _beat(name: str, handle: bytes) -> None:
     for count in itertools.count():
-        # The GCS may be away: it cannot be asked either.
+        # The GCS may be unreachable; the next beat tries again.
         with contextlib.suppress(Exception):
             if count == 0:
                 kv_put(f"{name}/handle", handle)
@@ -154,10 +155,11 @@ def _beat(name: str, handle: bytes) -> None:
 class VitalSigns:
     """Within its block, kills actors of this driver that have fallen silent.
 
-    Ray notices if a process dies, but not if it is stopped or hangs: whoever waits for
-    its answer waits forever. So each actor signals every few seconds, in the key-value
-    store of Ray's GCS, that it is alive (`show_life`). The driver kills an actor that
-    has been silent for a minute; after that it is handled like any actor that died.
+    Ray notices if a process dies, but not if it is stopped or hangs: whoever
+    waits for its answer waits forever. So each actor signals every few
+    seconds, in the key-value store of Ray's GCS, that it is alive
+    (`show_life`). The driver kills an actor that has been silent for a minute;
+    after that it is handled like any actor that died.
     """
 
     def __init__(self) -> None:
@@ -172,8 +174,8 @@ class VitalSigns:
     def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join(_BEAT_S)
-        # After an error the cluster may be gone, and would not answer; without one Ray
-        # would start another.
+        # After an error the cluster may be gone and not answer; if no cluster
+        # is joined, Ray would start another.
         has_ended = not self._thread.is_alive()
         if error[0] is None and has_ended and ray.is_initialized():
             with contextlib.suppress(Exception):
@@ -185,7 +187,7 @@ class VitalSigns:
                 if ray.is_initialized():
                     self.look()
             except Exception as error:
-                logger.debug("nobody could be heard: %s", error)
+                logger.debug("the actors could not be checked: %s", error)
 
     def look(self) -> None:
         """Check every actor once, and kill those that were silent for too long."""
@@ -206,8 +208,11 @@ class VitalSigns:
         known = actor_record(name.decode().rpartition("/")[2])
         kv_delete(name, del_by_prefix=True)
         if known.get("State") == "ALIVE":
-            words = "%s (pid %s) has shown no life for %.0f s: it is killed, and what waits for it goes on without it"
+            words = "%s (pid %s) has shown no life for %.0f s: it is killed, and what waits for it continues without it"
             logger.warning(
-                words, known.get("ActorClassName"), known.get("Pid"), _LOOKS * _BEAT_S
+                words,
+                known.get("ActorClassName"),
+                known.get("Pid"),
+                _LOOKS * _BEAT_S,
             )
             ray.kill(cloudpickle.loads(handle))

@@ -1,7 +1,7 @@
-"""A Ray Train worker group: its ranks' contexts, GPUs, metrics, process group (Ray).
+"""A Ray Train worker group: its ranks' contexts, GPUs, metrics and process group (Ray).
 
-It also decides, for Ray's controller, whether the group restarts after a failure. The
-controller's process does not import torch.
+This module also decides, for Ray's controller, whether the group restarts
+after a failure. The controller's process does not import torch.
 """
 
 import logging
@@ -41,12 +41,12 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 PREEMPTION_POLL_S = 2.0
-"""Seconds between two checks for a drained node; each is a small collective of Ray's
-own.
+"""Seconds between two checks for a drained node; each is a small collective of
+Ray's own.
 """
 REPORT_EVERY_S = 20.0
-"""Seconds between two reports to Ray's controller; each blocks for up to its polling
-interval of 0.5 s.
+"""Seconds between two reports to Ray's controller; each blocks for up to the
+controller's polling interval of 0.5 s.
 """
 FIGURES: dict[str, tuple[str, ...]] = {
     "samples_per_s": ("run",),
@@ -56,8 +56,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "data_wait_share": ("run", "rank"),
     "gpu_memory_bytes": ("run", "rank"),
 }
-"""The figures of a run that are exported to Prometheus, and their tags; those without
-the tag `rank` are sent by rank 0.
+"""The tags of each of a run's figures that are exported to Prometheus; rank 0
+sends the figures without the tag `rank`.
 """
 _LEAVE_S = 10.0
 
@@ -65,8 +65,8 @@ _LEAVE_S = 10.0
 class FailurePolicy(UserCallback):
     """Gives each kind of failure its own budget of restarts.
 
-    Ray itself is set to retry for ever (`max_failures=-1`); an exception raised here
-    ends the run.
+    Ray itself is set to retry for ever (`max_failures=-1`); an exception
+    raised here ends the run.
     """
 
     def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
@@ -84,12 +84,15 @@ class FailurePolicy(UserCallback):
             RunFailedError: no restart is left for this kind of failure.
         """
         cause = RunFailedError.first(
-            [as_failure(rank, error) for rank, error in worker_exceptions.items()]
+            [
+                as_failure(rank, error)
+                for rank, error in worker_exceptions.items()
+            ]
         )
         before = self._hangs
         self._hangs = saved_hangs(self._storage)
         new = sorted(set(self._hangs) - set(before))
-        # A watchdog's exit is a death to Ray.
+        # To Ray, a watchdog's exit is a worker's death.
         if new and (cause.status in ("node_lost", "hung") or cause.follows):
             cause = RunFailedError.first(
                 [read_hang(self._storage, name) for name in new]
@@ -100,10 +103,11 @@ class FailurePolicy(UserCallback):
         budget = getattr(self._budgets, status, POLICIES[status].restarts)
         if cause.config:
             budget = 0
-        elif cause.smaller:  # sizes halve: this ends by itself
+        # Microbatches halve each time, so the restarts end.
+        elif cause.smaller:
             budget = -1
-        # Ray's own words are tracebacks of its controller, and what ranks raised as it
-        # was, secrets too.
+        # Ray would log tracebacks of its controller, and the ranks' errors
+        # with their secrets.
         logging.getLogger(FAILURE_LOGGER).setLevel(logging.CRITICAL)
         if budget != -1 and met > budget:
             logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
@@ -121,14 +125,18 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         if isinstance(seen, RunFailedError):
             return seen
         error = seen
-        # A worker that died is reported as a failed health check, whose cause Ray keeps
-        # in an attribute.
+        # A worker that died is reported as a failed health check, whose cause
+        # Ray keeps in an attribute.
         inner = (
             getattr(seen, "health_check_failure", None)
             or getattr(seen, "cause", None)
             or seen.__cause__
         )
-        seen = inner if isinstance(inner, BaseException) and inner is not seen else None
+        seen = (
+            inner
+            if isinstance(inner, BaseException) and inner is not seen
+            else None
+        )
     failure = failure_of(error, rank)
     if failure.status == "node_lost":  # Ray's last line has the cause
         words = f"rank {rank}: {last_line(error)}"
@@ -139,8 +147,8 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
 def hide_unassigned_gpus() -> None:
     """Hide all GPUs from torch in a process to which Ray has assigned none.
 
-    Ray 2.60 does not hide them, and all such workers of a node would train on the first
-    GPU.
+    Ray 2.60 does not hide them, and all such workers of a node would train on
+    the first GPU.
 
     Call it before torch looks for GPUs.
     """
@@ -156,7 +164,7 @@ def own_gpu() -> int:
 
 
 def own_ranks() -> tuple[int, int, int, int, int]:
-    """Return the rank and world size, the same on this node, and the node's rank."""
+    """Return rank, world size, local rank, local world size and this node's rank."""
     context = ray.train.get_context()
     return (
         context.get_world_rank(),
@@ -186,7 +194,7 @@ class WorkerContext(RunContext):
 
 
 class RayContext(WorkerContext):
-    """RunContext of a run on Ray, which learns of stops and drained nodes from Ray."""
+    """RunContext of a run on Ray; Ray tells it of stops and drained nodes."""
 
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
@@ -194,11 +202,13 @@ class RayContext(WorkerContext):
         self._untold: tuple[Tree, str | None] | None = None
         self._gauges = Gauges(storage.name, self.rank) if storage else None
 
-    def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
+    def report(
+        self, metrics: Tree, checkpoint: str | None, elapsed_s: float
+    ) -> None:
         """Report metrics to Ray, and a reference to a checkpoint on storage.
 
-        Reports at most every 20 s, because Ray's report waits for its controller's next
-        poll; `flush` sends the last one.
+        Reports at most every 20 s, because Ray's report waits for its
+        controller's next poll; `flush` sends what is then left.
         """
         known = self._untold[1] if self._untold else None
         self._untold = (metrics, checkpoint or known)
@@ -224,7 +234,7 @@ class RayContext(WorkerContext):
     def observe(self, figures: dict[str, float]) -> None:
         """Set the figures as Ray metrics, which Prometheus reads."""
         if self._gauges is not None:
-            # The workers of lanes do without torch.
+            # Workers of lanes run without torch.
             from trainers.devices.device import with_gpu_memory
 
             self._gauges.set(with_gpu_memory(figures))
@@ -249,18 +259,22 @@ class Gauges:
         self.run = run
         self._rank = str(rank)
         self._names = {
-            name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys
+            name: keys
+            for name, keys in FIGURES.items()
+            if rank == 0 or "rank" in keys
         }
         self._known: dict[str, Gauge] = {}
 
     def set(self, figures: dict[str, float]) -> None:
-        """Set those of the figures that are exported to Prometheus."""
+        """Set the gauges of the figures that are exported to Prometheus."""
         for name in figures.keys() & self._names.keys():
             keys = self._names[name]
             if name not in self._known:
                 self._known[name] = Gauge(f"paceline_{name}", tag_keys=keys)
             tags = {"run": self.run, "rank": self._rank}
-            self._known[name].set(figures[name], {key: tags[key] for key in keys})
+            self._known[name].set(
+                figures[name], {key: tags[key] for key in keys}
+            )
 
 
 def _stop_key(storage: Storage) -> bytes:
@@ -279,10 +293,10 @@ def request_stop(storage: Storage, wanted: bool) -> None:
 class GroupConfig(BackendConfig):
     """Replaces Ray's TorchConfig.
 
-    TorchConfig does the same, but imports torch wherever it is unpickled (also in the
-    controller and in Ray's own record of runs), lets the controller's node choose the
-    backend, which may be a head without a GPU, and lets the ranks' store listen on
-    every address of rank 0's node.
+    TorchConfig does the same, but imports torch wherever it is unpickled (also
+    in the controller and in Ray's own record of runs), lets the controller's
+    node choose the backend, which may be a head without a GPU, and lets the
+    ranks' store listen on every address of rank 0's node.
     """
 
     backend: str
@@ -295,7 +309,7 @@ class GroupConfig(BackendConfig):
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Read by Ray: the context in which it runs the training function."""
+        """The context in which Ray, which reads this, runs the training function."""
         return _on_own_gpu if self.backend == "nccl" else nullcontext
 
 
@@ -305,13 +319,17 @@ class _GroupBackend(Backend):
     # NCCL's direct paths between GPUs of a node need to see them all.
     share_cuda_visible_devices = True
 
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+    def on_start(
+        self, worker_group: Any, backend_config: BackendConfig
+    ) -> None:
         """Called by Ray when all workers are running."""
         assert isinstance(backend_config, GroupConfig)
         place = worker_group.execute_single(0, _listen)
         worker_group.execute(_join, *place, backend_config.backend)
 
-    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+    def on_shutdown(
+        self, worker_group: Any, backend_config: BackendConfig
+    ) -> None:
         """Called by Ray before the workers end; some may be dead already."""
         count = len(worker_group)
         if count > 1:
@@ -328,8 +346,10 @@ def _is_alone() -> bool:
 def listen() -> tuple[socket.socket, str, int]:
     """Return, on rank 0, the socket of the ranks' store, its address and its port.
 
-    It listens on the loopback if all ranks are on this node, else on the node's address
-    in the cluster: whoever can connect may read and write the whole store.
+    The socket listens on the loopback if all ranks are on this node, else on
+    the node's address in the cluster, because whoever can connect may read and
+    write the whole store. If that is not an address of this machine, the
+    socket listens on all addresses, and a warning says so.
     """
     address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -337,7 +357,7 @@ def listen() -> tuple[socket.socket, str, int]:
         server = socket.create_server((address, 0), family=family)
     except OSError:
         logger.warning(
-            "%s is no address of this machine: the ranks' store listens on all that it has",
+            "%s is not an address of this machine: the ranks' store listens on all of its addresses",
             address,
         )
         server = socket.create_server(("", 0), family=family)
@@ -347,23 +367,33 @@ def listen() -> tuple[socket.socket, str, int]:
 def _listen() -> tuple[str, int, int]:
     """Return the store's address, its port, and the descriptor of its socket.
 
-    Runs on rank 0. The socket stays open until `_join`, so that no other process can
-    take the port.
+    Runs on rank 0. The socket stays open until `_join`, so that no other
+    process can take the port.
     """
     server, address, port = listen()
     return address, port, server.detach()
 
 
 def _join(address: str, port: int, descriptor: int, backend: str) -> None:
-    """Join the process group; runs on all workers at once."""
+    """Join the process group; runs on all workers at the same time."""
     hide_unassigned_gpus()
     with without_collection(own_process=True):
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
-        from trainers.devices.group import TIMEOUT, join_group, keep_on_this_machine
+        from trainers.devices.group import (
+            TIMEOUT,
+            join_group,
+            keep_on_this_machine,
+        )
 
     rank, world_size, *of_node = own_ranks()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+    )
     for name, number in zip(names, (rank, world_size, *of_node), strict=True):
         os.environ[name] = str(number)
     if _is_alone():
@@ -371,7 +401,12 @@ def _join(address: str, port: int, descriptor: int, backend: str) -> None:
     is_first = rank == 0
     listening = descriptor if is_first else None
     store = TCPStore(
-        address, port, world_size, is_first, TIMEOUT, master_listen_fd=listening
+        address,
+        port,
+        world_size,
+        is_first,
+        TIMEOUT,
+        master_listen_fd=listening,
     )
     join_group(backend, store, rank, world_size, own_gpu())
 
@@ -380,8 +415,8 @@ def _join(address: str, port: int, descriptor: int, backend: str) -> None:
 def _on_own_gpu() -> Iterator[None]:
     """Set the CUDA device of this thread.
 
-    Each thread has its own, and Ray trains in another thread than the one that joined
-    the group.
+    Each thread has its own current device, and Ray trains in another thread
+    than the one that joined the group.
     """
     import torch
 

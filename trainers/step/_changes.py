@@ -1,4 +1,4 @@
-"""Remember what Python holds, to tell later what has changed."""
+"""Remember what Python objects hold, to find out later what has changed."""
 
 import operator
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Read = Callable[[Any], dict[Any, Any]]
 
 @dataclass(frozen=True)
 class _Held:
-    """The items of one object as they were, and what reads them now."""
+    """The items that one object had, and the function that reads its present ones."""
 
     name: str
     owner: Any
@@ -36,15 +36,17 @@ class _Held:
 
 
 class Changes:
-    """Names what now refers to another object or has other numbers."""
+    """Remembers the items of objects, and names the first that has changed."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
 
-    def hold(self, name: str, owner: Any, read: Read, beside: bool) -> dict[Any, Any]:
-        """Remember what `read` gives of the owner now, and return it.
+    def hold(
+        self, name: str, owner: Any, read: Read, beside: bool
+    ) -> dict[Any, Any]:
+        """Remember what `read` returns for the owner now, and return it.
 
-        `beside` is for what no step reads: random generators, data, metrics and
+        `beside` marks what no step reads: random generators, data, metrics and
         schedulers.
         """
         before = read(owner)
@@ -54,8 +56,9 @@ class Changes:
     def first(self, for_step: bool = False) -> str | None:
         """Name the first change, or return None.
 
-        With `for_step`, what is beside is left out: it changes between steps, which
-        read batches and learning rates alone.
+        With `for_step`, items marked `beside` are skipped: they change between
+        steps, but a step reads only the batches and learning rates that they
+        give.
         """
         for held in self._held:
             if for_step and held.beside:
@@ -73,17 +76,14 @@ class Changes:
 
 
 def path_of(name: str, key: Any) -> str:
-    """Return an item's name; only text and integer keys become part of it.
-
-    Other keys could make names very long.
-    """
+    """Return an item's name; only text and integer keys become part of it."""
     is_named = key != "" and isinstance(key, str | int)
     return f"{name}.{key}" if is_named else name
 
 
 def is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether the same items are there in the same order, as they mostly are."""
-    if not now and not before:  # as most dicts of a module's hooks
+    """Whether both have the same keys in the same order, with the same objects."""
+    if not now and not before:  # as for most of a module's dicts of hooks
         return True
     is_alike = list(now) == list(before)
     return is_alike and all(map(operator.is_, now.values(), before.values()))

@@ -1,10 +1,10 @@
-"""Remember which microbatch ran out of memory in mid-training.
+"""Remember which microbatch ran out of memory during training.
 
-It is stored with the run, and read at its next start.
+The run's next start uses half of the size that failed.
 
-The probe tries the task's worst-case batch, yet a step may need more memory: for longer
-sequences, another process on the device, or fragmentation. The next start uses half of
-the size that failed. Does not import torch: a sweep's actor reads it.
+The probe tries the task's worst-case batch, yet a step may need more memory,
+because of longer sequences, another process on the device, or fragmentation.
+This module does not import torch: a sweep's actor imports it.
 """
 
 import json
@@ -32,14 +32,16 @@ def next_smaller(microbatch_size: int) -> int:
 class Ceiling:
     """The largest microbatch that may still fit in one setting of a run."""
 
-    def __init__(self, context: RunContext, setting: str, may_shrink: bool) -> None:
-        """`setting` names the device, strategy, worker count and compile mode."""
+    def __init__(
+        self, context: RunContext, setting: str, may_shrink: bool
+    ) -> None:
+        """`setting` names the devices and settings that the ceiling is valid for."""
         self._context = context
         self._setting = setting
         self._may_shrink = may_shrink
 
     def read(self) -> int | None:
-        """Return the ceiling, or None when no size is known not to fit."""
+        """Return the ceiling, or None if no size has been found too large."""
         kept = self._kept().get(self._setting)
         known = (kept, self._context.microbatch_ceiling)
         return min((size for size in known if size is not None), default=None)
@@ -47,8 +49,8 @@ class Ceiling:
     def refuse(self, error: BaseException, failed_size: int) -> None:
         """Record that `failed_size` ran out of memory, and raise TooLargeError.
 
-        Returns if `error` is not about memory, or if no smaller microbatch may be
-        chosen. Any rank may call it.
+        Raises nothing if `error` is not about memory, or if no smaller
+        microbatch may be chosen. Any rank may call it.
         """
         if classify(error) not in OUT_OF_MEMORY:
             return
@@ -68,5 +70,5 @@ class Ceiling:
             if storage is not None and storage.exists(_FILE):
                 return storage.read_json(_FILE, _Ceilings)
         except CheckpointError as error:
-            logger.warning("%s: which microbatches fit is learned anew", error)
+            logger.warning("%s: the microbatch is searched for again", error)
         return {}

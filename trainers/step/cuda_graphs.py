@@ -1,23 +1,25 @@
 """Capture whole steps as CUDA graphs, and replay them for steps of the same shapes.
 
-A replay launches forward, backward, checks and optimizer in one call, so a small model
-does not wait for the host.
+A replay launches forward, backward, checks and optimizer in one call, so a
+small model does not wait for the host.
 
-- The first steps of a shape run normally, on the capture stream. They are warm-up and
-  training at once, so neither weights nor optimizer nor random state are restored.
-- The next one is captured, which computes nothing, and replayed.
-- Batches of later steps with the same shapes are copied into the graph's own batches,
-  and the graph is replayed.
-- All other steps (such as an epoch's last, shorter one) run normally, with the same
-  code.
+- The first steps of a shape run normally, on the capture stream. They are
+  training as well as warm-up, so neither weights nor optimizer nor random
+  state are restored.
+- The next step is captured, which computes nothing, and replayed.
+- Batches of later steps with the same shapes are copied into the graph's own
+  batches, and the graph is replayed.
+- All other steps (such as an epoch's last, shorter one) run normally, with the
+  same code.
 
-Replays continue the sequence of random numbers. The task's Python code only runs in
-steps that are captured or run normally: a schedule in forward(), a counter or an `if`
-does not advance in replays. So a graph is verified by throw-away steps, when it is
-captured and before its 2nd, 11th, 101st and 1,001st replay: a few replays and the same
-steps run normally start from the same state, and must end in the same state. Any
-difference ends capturing for good. It is verified again where an attribute of the task,
-the model or their modules has changed since, as by a schedule in after_step().
+Replays continue the sequence of random numbers. The task's Python code only
+runs in steps that are captured or run normally: in a replay, a schedule or
+counter in forward() does not advance, and an `if` decides nothing. So a graph
+is verified by throw-away steps, when it is captured and before its 2nd, 11th,
+101st and 1,001st replay: a few replays and the same steps run normally start
+from the same state, and must end in the same state. Any difference ends
+capturing for good. The graph is also verified again if an attribute of the
+task, the model or their modules has changed, as by a schedule in after_step().
 """
 
 import contextlib
@@ -51,33 +53,37 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 STEPS = 3
-"""Number of steps in a pass; a step counter, or a draw outside torch, shows in the
-second.
+"""Number of steps in a pass; the effect of a step counter, or of a random
+number from outside torch, shows in the second step.
 """
-_SPREADS = 3.0  # times what plain steps differ by from each other
+_SPREADS = 3.0  # times the difference between plain steps
 CAPTURE_AFTER_STEPS = 3
-"""Steps of a shape before it is captured (torch's own number for models without DDP).
+"""Steps of a shape before it is captured (torch's own number for models
+without DDP).
 """
 PROVED_BEFORE = (1, 10, 100, 1000)
-"""Numbers of replays after which a graph is verified again, besides at its start."""
+"""Numbers of replays after which a graph is verified again."""
 LOOK_EVERY = 20
-"""Number of replays between looks at what Python holds, where no after_step() runs."""
+"""Replays between two looks at what Python holds, if the task has no after_step()."""
 _SELDOM = 100
-"""Replays between changes of what Python holds, for which the graph is verified again.
+"""If what Python holds changes at most once in this many replays, the graph is
+verified again after each change.
 """
 LEAST_GAIN = 1.03
 """Factor by which captured steps must be faster."""
 _HOST_SHARE = 0.5
-"""Share of a step: if the host issues it in less, the device is what takes the time."""
-_REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
-_MOST_SHAPES = 64  # that are counted: more of them never come back
-# One of a device: cuBLAS keeps a workspace for each that it sees.
+"""If the host issues a step in less than this share of the step's time, the
+device is the bottleneck.
+"""
+_REPEATS = 3  # passes, to see how much steps that are not reproducible differ
+_MOST_SHAPES = 64  # shapes counted; if there are more, they do not recur
+# One per device: cuBLAS keeps a workspace for each stream that it sees.
 _capture_stream = functools.cache(torch.cuda.Stream)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The state after a few trial steps, which were then undone."""
+    """The state that a few throw-away steps led to, recorded before they were undone."""
 
     state: dict[str, Tensor]
     """Tensors by name, copied to host memory."""
@@ -85,7 +91,7 @@ class Pass:
     """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
     changes: Changes
-    """What Python has changed since: the steps' own changes are undone."""
+    """What Python code has changed since the pass; the steps' own changes were undone."""
 
 
 def take_pass(
@@ -96,7 +102,8 @@ def take_pass(
 ) -> Pass:
     """Take a step a few times, record the resulting state, and put everything back.
 
-    `own` names tensors that the step writes to besides those of model and optimizer.
+    `own` names tensors that the step writes to besides those of model and
+    optimizer.
     """
     device = forward.device
     with throwaway(forward, optimizer) as snapshot:
@@ -122,7 +129,8 @@ def take_pass(
                 if isinstance(value, Tensor)
             }
         state = {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in named.items()
         }
         random_state = digest(get_rng_state(device)).encode()
         state["random state"] = torch.frombuffer(
@@ -132,18 +140,22 @@ def take_pass(
         return Pass(state, changes.first(), step_s, changes)
 
 
-def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
-    """Name the first tensor that two passes left different, by any bit, or return None.
+def difference(
+    captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()
+) -> str | None:
+    """Name the first tensor that differs, in any bit, after two passes, or return None.
 
-    Both passes must have started from the same state. With `repeats` of the eager pass,
-    a difference counts only if it clearly exceeds the spread among those repeats.
+    Both passes must have started from the same state. With `repeats` of the
+    eager pass, a difference counts only if it clearly exceeds the spread among
+    those repeats.
     """
     for name, theirs in eager.state.items():
         ours = captured.state[name]
         if torch.equal(_bytes(ours), _bytes(theirs)):
             continue
         spread = max(
-            (_distance(repeat.state[name], theirs) for repeat in repeats), default=0.0
+            (_distance(repeat.state[name], theirs) for repeat in repeats),
+            default=0.0,
         )
         if not _distance(ours, theirs) <= _SPREADS * spread:
             return name
@@ -184,19 +196,19 @@ class CudaCapture:
         generator = torch.cuda.default_generators[self._device.index]
         random_state = generator.clone_state()
         try:
-            # Other threads (pinning, checkpoints, readings) go on meanwhile: only this
-            # one's calls are refused. The outer block gives the stream back where
-            # torch, as 2.11, does not after a failure.
+            # Other threads (pinning, checkpoints, readings) continue: only
+            # this one's calls are refused. The outer block restores the stream
+            # after a failure, which torch 2.11 does not.
             with (
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool, self._stream, "thread_local"),
             ):
                 work()
         except BaseException:
-            generator.graphsafe_set_state(
-                random_state
-            )  # the old one may believe that it is still captured
-            # So may the allocator of torch 2.11, which then keeps all unused memory.
+            # The generator's present state may still count as captured.
+            generator.graphsafe_set_state(random_state)
+            # The allocator of torch 2.11 may still count as capturing, and
+            # would then keep all unused memory.
             with contextlib.suppress(AttributeError, RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, pool)
             raise
@@ -211,20 +223,20 @@ class _Graph:
     gradients: list[Tensor | None]
     replay: Callable[[], None]
     replays: int = 0
-    """Number of replays that have trained."""
+    """Number of training steps replayed; the replays of a verification do not count."""
     changes: Changes | None = None
     """What Python held when the graph was last verified."""
     changed_at: int = -_SELDOM
-    """The replay before which that had last changed."""
+    """Number of replays before the last change of what Python holds."""
 
 
 class GraphedStep(TrainStep):
     """A TrainStep that captures recurring steps as a CUDA graph and replays them.
 
-    If capture is explicitly `asked` for, ConfigError says why it is impossible: without
-    CUDA, say, or if the optimizer's step reads from the device. Otherwise steps are
-    captured only if that is faster, memory allows it, and no attribute of the task
-    changes in a step.
+    If capture is explicitly `asked` for but impossible (without CUDA, for
+    example, or if the optimizer's step reads from the device), ConfigError
+    says why. If capture is not asked for, steps are captured only if that is
+    faster, memory allows it, and no attribute of the task changes in a step.
     """
 
     def __init__(
@@ -238,9 +250,9 @@ class GraphedStep(TrainStep):
     ) -> None:
         super().__init__(forward, optimizer, group, clip_grad_norm)
         if not self._fused:
-            rule = "needs an optimizer whose step never waits for the device, and a group of this"
+            name = type(optimizer).__name__
             raise _impossible(
-                f"{rule} {type(optimizer).__name__} is not fused",
+                f"needs a fused optimizer, and a parameter group of this {name} is not fused",
                 "build it with `fused=True`",
             )
         if capture is None and group.device.type != "cuda":
@@ -249,10 +261,12 @@ class GraphedStep(TrainStep):
                 "train on a GPU",
             )
         if self.by_hand or (self._beside and group.world_size > 1):
-            self.average_by_hand("the optimizer trains what DDP does not have")
+            self.average_by_hand(
+                "the optimizer has parameters whose gradients DDP does not average"
+            )
         self._capture = capture or CudaCapture(group.device)
-        # A graph keeps the numbers that it was captured with, so the learning rate has
-        # to be a tensor. It is float32: that is how the fused steps read it.
+        # A graph keeps the numbers that it was captured with, so the learning
+        # rate has to be a tensor: float32, as fused steps read it.
         self._lrs = [
             torch.full((), base, dtype=torch.float32, device=group.device)
             for base in self._base_lrs
@@ -261,8 +275,8 @@ class GraphedStep(TrainStep):
         self._given_up = False
         self._graph: _Graph | None = None
         self._has_gradients = False
-        """Whether the parameters' gradients are the graph's; after a step that was not
-        replayed they are not.
+        """Whether the parameters' gradients are the graph's; after a step that
+        was not replayed they are not.
         """
         self._seen: Counter[Hashable] = Counter()
 
@@ -273,7 +287,7 @@ class GraphedStep(TrainStep):
         step_samples: int,
         idle: bool,
     ) -> None:
-        """Take the step as TrainStep does; holds all its microbatches at once."""
+        """Take the step as TrainStep does, with all its microbatches in memory."""
         held = [next(batches) for _ in sizes]
         shape = (
             tuple(sizes),
@@ -286,18 +300,29 @@ class GraphedStep(TrainStep):
         def issue() -> None:
             self._has_gradients = False
             self._capture.run(
-                lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle)
+                lambda: TrainStep.__call__(
+                    self, iter(held), sizes, step_samples, idle
+                )
             )
 
         seen = self._seen[shape]
-        if self._graph is None and seen >= CAPTURE_AFTER_STEPS and not self._given_up:
+        if (
+            self._graph is None
+            and seen >= CAPTURE_AFTER_STEPS
+            and not self._given_up
+        ):
             self._begin(
-                lambda: self._record(shape, held, sizes, step_samples, idle), issue
+                lambda: self._record(shape, held, sizes, step_samples, idle),
+                issue,
             )
         if self._graph is not None and self._graph.shape == shape:
-            for mine, tensor in zip(self._graph.inputs, tensors_of(held), strict=True):
+            for mine, tensor in zip(
+                self._graph.inputs, tensors_of(held), strict=True
+            ):
                 mine.copy_(tensor, non_blocking=True)
-            if self._graph.replays in PROVED_BEFORE or self._holds_other(self._graph):
+            if self._graph.replays in PROVED_BEFORE or self._holds_other(
+                self._graph
+            ):
                 self._prove(self._graph, issue)
         if self._graph is not None and self._graph.shape == shape:
             self._replay(self._graph)
@@ -312,9 +337,9 @@ class GraphedStep(TrainStep):
             self._give_up("the device is busy for most of a step")
 
     def _holds_other(self, graph: _Graph) -> bool:
-        """Whether Python holds something else since the graph was verified.
+        """Whether what Python holds has changed since the graph was verified.
 
-        Gives the graph up if that changes again and again.
+        If this changes often and capture was not asked for, gives the graph up.
         """
         task = self.forward.task
         acts = type(task).after_step is not Task.after_step
@@ -343,7 +368,7 @@ class GraphedStep(TrainStep):
                 parameter.grad = gradient
 
     def _waits_for_host(self, issue: Callable[[], None]) -> bool:
-        """Take a step; return whether issuing it takes about as long as the step."""
+        """Take a step; return whether issuing it takes over half of the step's time."""
         synchronize(self.group.device)
         began = time.perf_counter()
         issue()
@@ -351,7 +376,9 @@ class GraphedStep(TrainStep):
         synchronize(self.group.device)
         return issued_s > _HOST_SHARE * (time.perf_counter() - began)
 
-    def _begin(self, record: Callable[[], _Graph], issue: Callable[[], None]) -> None:
+    def _begin(
+        self, record: Callable[[], _Graph], issue: Callable[[], None]
+    ) -> None:
         """Capture the step and verify it; raise only if capture was asked for."""
         try:
             spare = None if self.asked else take_spare(self.group.device)
@@ -376,22 +403,28 @@ class GraphedStep(TrainStep):
     def _prove(self, graph: _Graph, issue: Callable[[], None]) -> None:
         """Give the graph up unless replays leave the same state as plain steps.
 
-        After its first replay, also give it up unless it is faster.
+        After its first replay, also give up a graph that was not asked for
+        unless its replays are faster than plain steps.
         """
         self.strayed = True
         eager = self._pass(issue)
         graph.changes = eager.changes
         captured = self._pass(graph.replay)
         found = difference(captured, eager)
-        if found is not None and not torch.are_deterministic_algorithms_enabled():
+        if (
+            found is not None
+            and not torch.are_deterministic_algorithms_enabled()
+        ):
             found = difference(
                 captured, eager, [self._pass(issue) for _ in range(_REPEATS)]
             )
         if eager.changed is not None and not self.asked:
-            self._give_up(f"a step changes `{eager.changed}`, and a replay would not")
+            self._give_up(
+                f"a step changes `{eager.changed}`, and a replay would not"
+            )
         elif found is not None:
             self._give_up(
-                f"after {graph.replays} replays `{found}` differs from what the step itself makes of it"
+                f"after {graph.replays} replays `{found}` differs from its value after plain steps"
             )
             logger.warning("steps are not replayed any more: %s", self.capture)
         elif (
@@ -404,7 +437,9 @@ class GraphedStep(TrainStep):
             )
         elif graph.replays:
             gain = f"{captured.step_s * 1e3:.3g} ms a step, and {eager.step_s * 1e3:.3g} ms without"
-            self.capture = f"captured: {gain}; proved after {graph.replays} replays"
+            self.capture = (
+                f"captured: {gain}; proved after {graph.replays} replays"
+            )
 
     def _pass(self, step: Callable[[], None]) -> Pass:
         self._has_gradients = False
@@ -436,16 +471,16 @@ class GraphedStep(TrainStep):
             self.optimizer.param_groups, lrs, self._lrs, strict=True
         ):
             lr.fill_(wanted)
-            param_group["lr"] = (
-                lr  # a checkpoint that was loaded since has brought a tensor of its own
-            )
+            param_group["lr"] = lr  # loading a checkpoint may have replaced it
         self._lr_versions = [lr._version for lr in self._lrs]
 
     def check_lr(self) -> None:
         """Check as TrainStep does, but only if something has written to a rate."""
         same = all(
             group["lr"] is lr
-            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False)
+            for group, lr in zip(
+                self.optimizer.param_groups, self._lrs, strict=False
+            )
         )
         if not same or self._lr_versions != [lr._version for lr in self._lrs]:
             super().check_lr()
@@ -456,30 +491,32 @@ class GraphedStep(TrainStep):
         self._seen.clear()
 
     def average_by_hand(self, why: str) -> None:
-        """Raise ConfigError: which gradients exist would be decided by the host."""
+        """Raise ConfigError: the host would decide which gradients exist."""
         rule = "needs gradients that DDP averages in the backward pass, and here they are averaged after it"
         raise _impossible(
             f"{rule} ({why})",
-            "use all of the model through the one that forward() is given",
+            "use all of the model, and only through forward()'s argument `model`",
         )
 
     def _refrozen(self) -> None:
         super()._refrozen()
         self.resized()
 
-    def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
+    def follow(
+        self, schedule: Schedule, step: int, scale: float = 1.0
+    ) -> None:
         """Set learning rates and momenta as TrainStep does.
 
-        Raises ConfigError if capture was asked for and the scheduler cycles the
-        momentum, which a graph holds as a constant.
+        Raises ConfigError if capture was asked for and the scheduler cycles
+        the momentum, which a graph holds as a constant.
         """
-        if schedule.cycled(self.optimizer) and not self._given_up:
-            rule = (
-                "keeps the momentum that it has captured, and the scheduler cycles it"
-            )
+        if self._cycled(schedule) and not self._given_up:
+            rule = "holds the momentum as a constant, and the scheduler changes it"
             if self.asked:
-                raise _impossible(rule, "make it with `cycle_momentum=False`")
-            self._give_up("the scheduler cycles the momentum")
+                raise _impossible(
+                    rule, "create the scheduler with `cycle_momentum=False`"
+                )
+            self._give_up("the scheduler changes the momentum")
         super().follow(schedule, step, scale)
 
     def _record(
@@ -499,8 +536,8 @@ class GraphedStep(TrainStep):
             if "capturable" in group
         ]
         try:
-            # While captured only: it would be kept in checkpoints, and warned of in
-            # other steps.
+            # Only during the capture: otherwise checkpoints would contain the
+            # flag, and other steps would warn about it.
             for param_group, _ in flags:
                 param_group["capturable"] = True
             with throwaway(self.forward):
@@ -513,17 +550,18 @@ class GraphedStep(TrainStep):
         except RuntimeError as error:
             if classify(error) in OUT_OF_MEMORY:
                 raise
-            cause = (
-                error.__context__ or error
-            )  # ending a capture that failed raises once more
+            # Ending a failed capture raises a second error.
+            cause = error.__context__ or error
             raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})",
+                f"needs a step in which the host never waits for the device, and this one could not be captured ({first_line(cause)})",
                 "keep forward() and loss() free of `.item()`, copies to the CPU and shapes that depend on values",
             ) from error
         finally:
             for param_group, flag in flags:
                 param_group["capturable"] = flag
-        logger.info("captured the step of %d samples as a CUDA graph", step_samples)
+        logger.info(
+            "captured the step of %d samples as a CUDA graph", step_samples
+        )
         return _Graph(shape, tensors_of(inputs), gradients, replay)
 
 
@@ -531,7 +569,8 @@ def layout(batch: Batch) -> Hashable:
     """Return what batches of one graph must share: nesting, shapes, formats, values."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
-    if isinstance(batch, PackedSequence):  # a graph has its sizes from the host
+    # A graph keeps the sizes of a packed sequence, which are on the host.
+    if isinstance(batch, PackedSequence):
         return (
             *batch.batch_sizes.tolist(),
             layout(batch.data),
@@ -540,7 +579,7 @@ def layout(batch: Batch) -> Hashable:
     parts = parts_of(batch)
     if parts is not None:
         return (type(batch), *((key, layout(value)) for key, value in parts))
-    # Anything else might be read in forward(): equal only where that is certain.
+    # forward() may read other values; they count as equal only if that is certain.
     return (
         (type(batch), batch)
         if isinstance(batch, (str, bytes, bool, int, float, type(None)))
@@ -549,4 +588,6 @@ def layout(batch: Batch) -> Hashable:
 
 
 def _impossible(rule: str, fix: str) -> ConfigError:
-    return ConfigError("cuda_graphs", True, rule, f"{fix}, or set `cuda_graphs: false`")
+    return ConfigError(
+        "cuda_graphs", True, rule, f"{fix}, or set `cuda_graphs: false`"
+    )

@@ -1,11 +1,11 @@
 """Evaluate exactly: the same figures for any number of workers, to the last sample.
 
-Batches are fixed, and each is given whole to one rank. A batch's float64 sums fill its
-own row of a table; the tables are added over ranks (exactly, because all other ranks
-have zeros there), and the rows are then summed without rounding. For a
-torchmetrics.Metric (the package is not imported), the states are stored after every
-batch and reduced once, at the end, as torchmetrics reduces over ranks: as if every
-batch were a rank, in the order of batches.
+Batches are fixed, and each is given whole to one rank. A batch's float64 sums
+fill its own row of a table; the tables are added over ranks (exactly, because
+all other ranks have zeros there), and the rows are then summed without
+rounding. For a torchmetrics.Metric (the package is not imported), the states
+are stored after every batch and reduced once, at the end, as torchmetrics
+reduces over ranks: each batch counts as a rank, in the order of batches.
 """
 
 import contextlib
@@ -26,7 +26,13 @@ from trainers.data.batch import Batch, map_tensors
 from trainers.data.feed import Feed
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import Group
-from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
+from trainers.errors import (
+    FIX,
+    MISSING,
+    ConfigError,
+    RunFailedError,
+    first_line,
+)
 from trainers.model.sharding import is_sharded
 from trainers.model.state import modules_beside
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
@@ -37,15 +43,15 @@ logger = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
 """The number of a batch, and where a part of it starts."""
-_LOSS, _WEIGHT = 0, 1  # beside the names of metrics
+_LOSS, _WEIGHT = 0, 1  # used like the names of metrics
 _TOLERANCE = 1e-3
 _NARROW_TOLERANCE = 0.05
-"""Relative tolerances of figures: in float32, and where products are rounded to fewer
-bits.
+"""Relative tolerances of figures: in float32, and where products are rounded
+to fewer bits.
 """
 _ROUNDING = 1e-6  # of figures near zero
 _FEW = 64
-# torchmetrics' names; exact for whole numbers
+# reductions of torchmetrics that ignore order; exact for integers
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")
 
 
@@ -60,20 +66,23 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate every sample exactly once; return `val_loss` and the task's metrics.
 
-    Metrics are named `val_<name>`. A metric that only some batches report is averaged
-    over those batches. There is no `val_loss` if the task's loss is None in evaluation.
+    Metrics are named `val_<name>`. A metric that only some batches report is
+    averaged over those batches. There is no `val_loss` if the task's loss is
+    None in evaluation.
 
     Every rank must call it.
 
-    `forward` must be that of the bare module. Before the final reduction there are no
-    collectives, unless the model is sharded or `collective` says that the task's
-    forward has some. Then every rank runs equally many forwards: a rank with one batch
-    fewer runs one whose result is ignored. Random numbers of a batch follow from
-    `seeds` and its number; random state is restored.
+    `forward` must use the bare module. Before the final reduction there are no
+    collectives, unless the model is sharded or `collective` says that the
+    task's forward has some. Then every rank runs equally many forwards: a rank
+    with one batch fewer runs an extra forward and ignores its result. Each
+    batch's random numbers follow from `seeds` and the batch's number; random
+    state is restored.
 
-    If a batch runs out of memory, it and all later ones are evaluated in halves: the
-    figures are the same up to rounding. If forwards are collectives, or a single sample
-    is too large, RunFailedError is raised.
+    If a batch runs out of memory, this batch and all later batches are
+    evaluated in halves, or in smaller parts if halves are too large: the
+    figures are the same up to rounding. If forwards are collectives, or a
+    single sample is too large, RunFailedError is raised.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
@@ -90,9 +99,14 @@ def evaluate(
     measured = _Measured(forward)
     random_state = get_rng_state(group.device)
     try:
-        with torch.no_grad(), evaluating(model, *modules_beside(forward.task, model)):
+        with (
+            torch.no_grad(),
+            evaluating(model, *modules_beside(forward.task, model)),
+        ):
             while todo or idle:
-                error, size = measured.take(feed, todo, idle, seeds, collective)
+                error, size = measured.take(
+                    feed, todo, idle, seeds, collective
+                )
                 if error is None:
                     break
                 if together or size == 1:
@@ -100,7 +114,7 @@ def evaluate(
                     raise too_large(error, size, group, smaller) from error
                 feed.most = next_smaller(size)
                 logger.info(
-                    "an evaluation batch of %d does not fit (%s): %d at once",
+                    "an evaluation batch of %d does not fit (%s): trying %d at a time",
                     size,
                     first_line(error),
                     feed.most,
@@ -116,16 +130,20 @@ def check_evaluation(
 ) -> ConfigError | str | None:
     """Return a warning if figures depend on which samples are evaluated together.
 
-    The figures of the first `size` samples evaluated at once (at most 64 unless the
-    dataset is a TensorDataset) are compared with those of their halves.
+    The figures of the first `size` samples (at most 64 unless the dataset is a
+    TensorDataset), evaluated together, are compared with those of their two
+    halves.
 
-    Returns a ConfigError for metrics of a wrong shape, and None if the pass fails or
-    its results are random. Call it in a `throwaway` block, on every rank.
+    Returns a ConfigError for metrics of a wrong shape, and None if the pass
+    fails or its results are random. Call it in a `throwaway` block, on every
+    rank.
     """
     most = size if type(dataset) is TensorDataset else min(size, _FEW)
     rows = torch.arange(min(most, len(dataset)))  # type: ignore[arg-type]
     halves = [half for half in rows.tensor_split(2) if len(half)]
-    tolerance = _TOLERANCE if forward.spec.name == "fp32" else _NARROW_TOLERANCE
+    tolerance = (
+        _TOLERANCE if forward.spec.name == "fp32" else _NARROW_TOLERANCE
+    )
     whole: dict[str, float] = {}
     try:
         with torch.no_grad(), evaluating(forward.model):
@@ -133,7 +151,8 @@ def check_evaluation(
             parts = _figures_of(forward, dataset, halves)
             again = parts
             differ = []
-            for name in whole.keys() & parts.keys():  # a batch may have others
+            # Some batches lack some metrics.
+            for name in whole.keys() & parts.keys():
                 least = max(tolerance * abs(whole[name]), _ROUNDING)
                 if abs(whole[name] - parts[name]) > least:
                     differ.append(name)
@@ -142,15 +161,15 @@ def check_evaluation(
     except Exception as error:
         if isinstance(error, ConfigError) and not whole:
             return error
-        # It says itself better why not.
+        # The evaluation itself will report the error better.
         logger.debug("evaluation cannot be tried: %s", error)
         return None
     for name in sorted(differ):
         if parts[name] == again[name]:
             return (
-                f"val_{name} depends on which samples are evaluated together: of the first {len(rows)} it is "
-                f"{whole[name]:.6g}, and {parts[name]:.6g} in halves; keep what a sample gives free of the others "
-                "(padding, statistics of a batch, weight()), or compare at one `evaluate.microbatch_size`"
+                f"val_{name} depends on which samples are evaluated together: for the first {len(rows)} it is "
+                f"{whole[name]:.6g} at once, and {parts[name]:.6g} in halves; make each sample's result independent of "
+                "the others (padding, batch statistics, weight()), or compare at the same `evaluate.microbatch_size`"
             )
     return None
 
@@ -167,7 +186,10 @@ def _figures_of(
         measured.add(_Piece(0, start, rows), batch, outputs, loss)
         start += len(rows)
     sums = {name: value.item() for (_, name), value in measured.sums.items()}
-    figures = {name: sums[name] / samples for name, samples in measured.samples.items()}
+    figures = {
+        name: sums[name] / samples
+        for name, samples in measured.samples.items()
+    }
     if sums[_WEIGHT] and measured.has_loss == {True}:
         figures["loss"] = sums[_LOSS] / sums[_WEIGHT]
     return figures
@@ -179,12 +201,13 @@ def too_large(
     """Return the error for an evaluation batch of `size` that ran out of memory."""
     words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
     return RunFailedError(
-        classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}"
+        classify(error),
+        f"{words}{FIX}it with `evaluate.microbatch_size: {smaller}`",
     )
 
 
 class _Piece(NamedTuple):
-    """What is evaluated at once: a batch, or a part of it."""
+    """What one forward pass evaluates: a batch, or a part of it."""
 
     batch: int
     start: int
@@ -214,8 +237,8 @@ class _Measured:
 
     def __init__(self, forward: ForwardPass) -> None:
         self.sums = dict[tuple[int, str | int], Tensor]()
-        """By batch number and name: the loss times its weight, the weight, and the sums
-        of the metrics.
+        """By batch number and name: the loss times its weight, the weight, and
+        the sums of the metrics.
         """
         self.samples = Counter[str]()
         """By metric name: the number of samples in the batches that have it."""
@@ -224,7 +247,9 @@ class _Measured:
         self.done = 0
         """Number of pieces done in the last `take`."""
         self.forward = forward
-        self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
+        self._exact = (
+            torch.float32 if forward.device.type == "mps" else torch.float64
+        )
 
     def take(
         self,
@@ -236,29 +261,33 @@ class _Measured:
     ) -> tuple[BaseException | None, int]:
         """Measure the pieces; run the `idle` ones without measuring them.
 
-        Returns the out-of-memory error of a forward pass and the size of its piece, or
-        None and 0. An out-of-memory error in a metric is raised: a metric that has
-        already seen the batch would count it twice.
+        Returns the out-of-memory error of a forward pass and the size of its
+        piece, or None and 0. An out-of-memory error in a metric is raised: a
+        metric that has already seen the batch would count it twice.
         """
         self.done = 0
         forward = self.forward
         every = [*pieces, *idle]
         rows = [piece.rows for piece in every]
-        found = feed.batches(rows, False, [piece.seed(seeds) for piece in every])
+        found = feed.batches(
+            rows, False, [piece.seed(seeds) for piece in every]
+        )
         for piece in every:
             is_idle = self.done == len(pieces)
             try:
                 batch = next(found)
-                outputs, loss = forward(batch, with_loss=with_loss or not is_idle)
+                outputs, loss = forward(
+                    batch, with_loss=with_loss or not is_idle
+                )
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    # Its frames hold what did not fit.
+                    # Its frames hold the tensors that did not fit.
                     return error.with_traceback(None), len(piece.rows)
                 raise
             if not is_idle:
                 self.add(piece, batch, outputs, loss)
                 self.done += 1
-        next(found, None)  # a loader ends its epoch
+        next(found, None)  # lets a loader end its epoch
         return None, 0
 
     def add(
@@ -277,7 +306,7 @@ class _Measured:
             loss = torch.zeros((), device=self.forward.device)
         weight = weight_of(task, batch, samples).to(loss.device, self._exact)
         weighed = loss.to(self._exact) * weight
-        # As in training.
+        # A loss of weight 0 is left out, as in training.
         self._sum(piece.batch, _LOSS, weighed.masked_fill(weight == 0, 0.0))
         self._sum(piece.batch, _WEIGHT, weight)
         for name, value in values.items():
@@ -289,7 +318,9 @@ class _Measured:
         self.sums[batch, name] = value if before is None else before + value
 
 
-def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, float]:
+def _figures(
+    measured: _Measured, num_batches: int, group: Group
+) -> dict[str, float]:
     """Compute the figures from what all ranks have measured."""
     task = type(measured.forward.task).__name__
     said = group.gather((measured.samples, measured.has_loss))
@@ -299,7 +330,7 @@ def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, f
         raise ConfigError(
             f"{task}.loss()",
             MISSING,
-            "is None for some batches of an evaluation alone",
+            "is None for only some batches of an evaluation",
             "return None for all of them, or for none",
         )
     names = [_LOSS, _WEIGHT, *samples]
@@ -307,8 +338,12 @@ def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, f
     if measured.sums:
         rows = [batch for batch, _ in measured.sums]
         columns = [names.index(name) for _, name in measured.sums]
-        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
-    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
+        table[rows, columns] = (
+            torch.stack(list(measured.sums.values())).cpu().double()
+        )
+    loss_sum, weight_sum, *sums_of = map(
+        math.fsum, group.sum(table).T.tolist()
+    )
     figures = {}
     for name, total in zip(samples, sums_of, strict=True):
         figures[name] = total / samples[name]
@@ -326,7 +361,7 @@ def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, f
 def _flat(found: Any, task: str) -> dict[str, Any]:
     """Flatten nested mappings of a task's metrics to names `<name>_<key>`.
 
-    `task` is the name of its class.
+    `task` is the name of the task's class.
     """
     if not isinstance(found, Mapping):
         raise ConfigError(
@@ -339,7 +374,10 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
     for name, value in found.items():
         parts: dict[str, Any] = {name: value}
         if isinstance(value, Mapping):
-            parts = {f"{name}_{key}": part for key, part in _flat(value, task).items()}
+            parts = {
+                f"{name}_{key}": part
+                for key, part in _flat(value, task).items()
+            }
         if twice := flat.keys() & parts.keys():
             raise _taken(min(twice), "is the name of two metrics", task)
         flat |= parts
@@ -352,7 +390,9 @@ def check_names(names: Iterable[str], task: str) -> None:
         if not isinstance(name, str):
             raise _taken(name, "must be text", task)
         if name == "loss":
-            raise _taken(name, "is taken: `val_loss` is the mean of loss()", task)
+            raise _taken(
+                name, "is taken: `val_loss` is the mean of loss()", task
+            )
 
 
 def _taken(name: object, rule: str, task: str) -> ConfigError:
@@ -368,9 +408,11 @@ def batch_seed(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into its own afterwards."""
+    """Put every module into evaluation mode, and restore its own mode afterwards."""
     modes = [
-        (module, module.training) for model in models for module in model.modules()
+        (module, module.training)
+        for model in models
+        for module in model.modules()
     ]
     for model in models:
         model.eval()
@@ -392,30 +434,22 @@ class MetricStates:
     def take(
         self, values: Mapping[str, Any], place: _Place, samples: int, task: str
     ) -> dict[str, Tensor]:
-        """Store and reset the metrics of a piece of a batch; return its plain tensors.
+        """Store and reset the metrics of a piece of a batch; return the plain tensors.
 
-        Raises ConfigError, which names the class `task`, for a value that is neither a
-        tensor [samples] nor a metric.
+        Raises ConfigError, which names the class `task`, for a value that is
+        neither a tensor [samples] nor a metric.
         """
         tensors = {}
         for name, value in values.items():
-            if isinstance(value, Tensor):
+            if _is_one_each(value, samples):
                 tensors[name] = value
-                one_each = value.shape[:1] == (samples,) and value.numel() == samples
-                if value.is_complex() or not one_each:
-                    raise ConfigError(
-                        f"metric {name}",
-                        list(value.shape),
-                        f"must be one real value a sample, a tensor of shape [{samples}]",
-                        f"return them unreduced from {task}.metrics()",
-                    )
                 continue
             if not getattr(value, "_reductions", None):
                 raise ConfigError(
                     f"metric {name}",
-                    type(value).__name__,
-                    "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own",
-                    "return the metrics of a collection or a wrapper one by one, each under its name",
+                    shape_of(value),
+                    f"must be a tensor of shape [{samples}], with one real value per sample, or a torchmetrics.Metric that has states",
+                    f"return it unreduced from {task}.metrics(), and metrics of a collection or a wrapper one by one",
                 )
             self._metrics[name] = value
             states = self._states.setdefault(name, {})
@@ -430,15 +464,15 @@ class MetricStates:
 
         A vector gives figures named `<name>_<index>`.
 
-        Every rank must call it. Raises ConfigError for a figure of more than one
-        dimension.
+        Every rank must call it. Raises ConfigError for a figure of more than
+        one dimension.
         """
         ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
             return {}
         figures: dict[str, float] = {}
         for name in self._metrics:
-            # The first rank that has it computes it.
+            # The first rank that has the metric computes the figure.
             if not any(name in before for before in ranks[: group.rank]):
                 figures |= self._computed(name, ranks)
         merged: dict[str, float] = {}
@@ -454,11 +488,13 @@ class MetricStates:
             kept: dict[_Place, Any] = {}
             for states in of_ranks:
                 kept |= states[attribute]
-            reduced = _reduced([kept[place] for place in sorted(kept)], reduction)
+            reduced = _reduced(
+                [kept[place] for place in sorted(kept)], reduction
+            )
             on_device = map_tensors(methodcaller("to", metric.device), reduced)
             setattr(metric, attribute, on_device)
         with torch.no_grad():
-            # The class's own: the instance's would gather once more.
+            # The class's compute(): the instance's would gather again.
             figure = type(metric).compute(metric)
         for attribute, state in before.items():
             setattr(metric, attribute, state)
@@ -466,6 +502,12 @@ class MetricStates:
         for full_name, part in _flat({name: figure}, name).items():
             figures |= _numbers(full_name, part)
         return figures
+
+
+def _is_one_each(value: Any, samples: int) -> bool:
+    if not isinstance(value, Tensor) or value.is_complex():
+        return False
+    return value.shape[:1] == (samples,) and value.numel() == samples
 
 
 def _numbers(name: str, figure: Any) -> dict[str, float]:
@@ -491,7 +533,8 @@ def _keep(
 ) -> None:
     """Store a batch's state.
 
-    Integer states whose reduction ignores order are merged into one state per rank.
+    Integer states whose reduction ignores order are merged into one state per
+    rank.
     """
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]

@@ -1,8 +1,8 @@
-"""Count what one sample costs in FLOPs, and look up the peak of the GPU.
+"""Count the FLOPs of one sample, and look up the peak of the GPU.
 
-Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs per second divided by the
-total peak of all workers, taken from data sheets (peaks.csv, with the source of each
-row). A device without a row has no utilisation: nothing is guessed.
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs per second
+divided by the total peak of all workers, taken from data sheets (peaks.csv,
+with the source of each row). A device without a row has no utilisation.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
 """Dense peaks from data sheets."""
-# of samples that are all of one shape, a few are enough; two or more, for BatchNorm
+# If all samples have one shape, a few are enough: at least two, for BatchNorm.
 _LIKE_SAMPLES = 8
 
 
@@ -40,13 +40,13 @@ def count_flops(
     """Count the FLOPs per sample of a forward and backward pass, or return None.
 
     Matrix products, convolutions and attention are counted; an addition and a
-    multiplication count one each. What activation checkpointing recomputes is not
-    counted. Returns None if the count fails or differs from step to step.
+    multiplication count as one each. What activation checkpointing recomputes
+    is not counted. Returns None if the count fails or differs between steps.
 
     Call it in a `throwaway` block. It runs a pass over the training samples
-    `microbatch` (int64 [n]): real samples, not the memory probe's worst case, because
-    padding costs FLOPs too. `forward` must be that of the bare module, neither compiled
-    nor wrapped, so that one rank may count alone.
+    `microbatch` (int64 [n]): real samples, not the memory probe's worst case,
+    because padding costs FLOPs too. `forward` must use the bare module,
+    neither compiled nor wrapped, so that one rank can count without others.
     """
     task = forward.task
     modules = forward.model.modules()
@@ -64,8 +64,8 @@ def count_flops(
                 with part.alone():
                     part.loss(batch).backward()
     except Exception as error:
-        # Training meets an error of the task too, and says it better; one of the
-        # counter's own must not end it.
+        # Training meets an error of the task too, and reports it better; an
+        # error of the counter must not end the run.
         logger.warning(
             "FLOPs cannot be counted (%s: %s): utilisation is left out",
             type(error).__name__,
@@ -78,7 +78,7 @@ def count_flops(
 
 
 class _AllModules(contextlib.nullcontext[None]):
-    """Replaces torch's module tracker, which fails on gradients by an input."""
+    """Replaces torch's module tracker, which fails on gradients of an input."""
 
     parents = frozenset({"Global"})
 
@@ -108,8 +108,8 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 def gpu_peak(gpu: str, precision: str) -> float | None:
     """Return a GPU's dense peak by its name in torch, or None if unknown.
 
-    The name must match the pattern of a row of `peaks.csv` completely. A slice of a GPU
-    (MIG) has no row.
+    The name must match the pattern of a row of `peaks.csv` completely. A slice
+    of a GPU (MIG) has no row.
     """
     if " MIG " in gpu:
         return None

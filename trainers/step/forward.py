@@ -1,4 +1,4 @@
-"""The forward pass: a task's outputs and loss of a batch, in the run's precision."""
+"""The forward pass: a task's outputs and loss for a batch, in the run's precision."""
 
 import contextlib
 from dataclasses import dataclass
@@ -24,18 +24,24 @@ class ForwardPass:
     spec: PrecisionSpec
     device: torch.device
 
-    def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
+    def __call__(
+        self, batch: Batch, with_loss: bool = True
+    ) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, which may be None.
 
         Raises ConfigError if the loss is not one number.
         """
         with self.spec.autocast_context(self.device):
-            outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
+            outputs = self.task.forward(
+                self.model, self.spec.convert_batch(batch)
+            )
             loss = self.task.loss(outputs, batch) if with_loss else None
             return outputs, None if loss is None else self.scalar(loss)
 
     @torch.no_grad()
-    def read(self, dataset: Dataset[Any], rows: Tensor, training: bool = True) -> Batch:
+    def read(
+        self, dataset: Dataset[Any], rows: Tensor, training: bool = True
+    ) -> Batch:
         """Read samples of a dataset as a batch for a pass; `rows` is int64 [n]."""
         batch = fetch(dataset, rows.tolist(), self.task.collate)
         return self.prepare(batch, training)
@@ -43,7 +49,9 @@ class ForwardPass:
     @torch.no_grad()
     def prepare(self, batch: Batch, training: bool = True) -> Batch:
         """Return a transformed copy of the batch on the device."""
-        moved = map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
+        moved = map_tensors(
+            lambda tensor: tensor.to(self.device, copy=True), batch
+        )
         return self.task.transform(moved, training)
 
     @property
@@ -52,14 +60,14 @@ class ForwardPass:
         return "loss()"
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which only what this loss trains requires a gradient."""
+        """Return a context in which no parameter of another phase requires a gradient."""
         return contextlib.nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Run the forward pass and return its loss alone.
+        """Run the forward pass and return only its loss.
 
-        Raises ConfigError if it is not one number, or does not depend on trained
-        parameters.
+        Raises ConfigError if it is not one number, or does not depend on
+        trained parameters.
         """
         _, loss = self(batch)
         return self.learnable(self.scalar(loss))
@@ -80,13 +88,17 @@ class ForwardPass:
 
         Raises ConfigError if it is not a tensor of one number.
         """
-        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        if (
+            isinstance(loss, Tensor)
+            and loss.numel() == 1
+            and not loss.is_complex()
+        ):
             return loss if loss.ndim == 0 else loss.reshape(())
         raise ConfigError(
             f"{type(self.task).__name__}.{self.said}",
             shape_of(loss),
-            "must be a tensor of one real number, the mean over the batch's weight",
-            "reduce it, as by `.mean()`",
+            "must be a tensor of one real number: the mean over the batch's samples, or over what weight() counts",
+            "reduce it, e.g. by `.mean()`",
         )
 
 
@@ -99,7 +111,7 @@ def bare_of(model: nn.Module) -> nn.Module:
 
 
 def shape_of(value: Any) -> list[int] | str:
-    """Return a tensor's shape, or the type's name of any other value, for messages."""
+    """Return a tensor's shape, or the name of any other value's type, for messages."""
     if isinstance(value, Tensor):
         return list(value.shape)
     return type(value).__name__

@@ -1,10 +1,10 @@
 """Choose the microbatch: what size fits, and whether the loss may be split at all.
 
-Whether a size fits is forecast from a few samples if memory is ample. Otherwise each
-rank probes it locally, without collectives, and then all ranks agree: under DDP a rank
-that ran out of memory would leave the others waiting in all-reduce. The probe uses the
-bare module: worst-case batch, forward, backward and optimizer step, after which
-everything is restored.
+Whether a size fits is forecast from a few samples if memory is ample.
+Otherwise each rank probes it locally, without collectives, and then all ranks
+agree: under DDP a rank that ran out of memory would leave the others waiting
+in all-reduce. The probe takes whole steps of the bare module with the
+worst-case batch, and then restores everything.
 
 Only a loss that is a weighted mean may be accumulated over microbatches.
 """
@@ -23,7 +23,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from trainers.causes import classify
-from trainers.data.batch import Batch, fetch, leaves_of, map_tensors, tensors_of
+from trainers.data.batch import (
+    Batch,
+    fetch,
+    leaves_of,
+    map_tensors,
+    tensors_of,
+)
 from trainers.data.stream import digest
 from trainers.devices.device import (
     free_gpu_bytes,
@@ -47,35 +53,34 @@ from trainers.task import Task, weight_of
 logger = logging.getLogger(__name__)
 
 SAMPLES = 64
-"""Number of samples among which those to check are chosen; for a TensorDataset all are.
+"""The number of samples among which `check_loss` chooses; in a TensorDataset, it
+chooses among all.
 """
 _AT_ONCE = 8
 _MOST_LEAVES = 3
-_MOST_NUMBERS = 2**22  # of a leaf that samples are told apart by
-# of the gradient's norm: far above rounding in float32 or TF32, far below another
-# weighting's
+_MOST_NUMBERS = 2**22  # in a leaf that may be a label
+# Relative to the gradient's norm: far above rounding errors in float32 or
+# TF32, far below the effect of another weighting.
 _TOLERANCE = 0.01
-# of 8 samples it is twice the mean of its halves, of 3 1.8 times; a contrastive loss
-# 1.5 times
+# A sum over 8 samples is 2 times the mean of its halves', over 3 samples 1.8
+# times; a contrastive loss is 1.5 times.
 _OF_A_SUM = 1.75
-_NOISE = 3  # times what the same pass differs from itself by
-_DRAWS = 4  # of what is random
-_ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
+_NOISE = 3  # times the difference between two runs of the same pass
+_DRAWS = 4  # repeats of a pass that draws random numbers
+_ROUNDINGS = 16  # of the parameters' format, if narrower than float32
 _FEW = 8
 """Number of samples in the pass from which a whole microbatch's memory is forecast."""
 _MARGIN = 2
-"""How many times the forecast must fit into the free memory to make a probe
-unnecessary.
-"""
+"""No probe is needed if free memory is more than this many times the forecast."""
 _STATE_COPIES = 4
-"""Memory besides the parameters, in multiples of theirs: gradients, DDP's buckets and
-two moments.
+"""Memory besides the parameters, in multiples of the parameters' memory:
+gradients, DDP's buckets and two moments.
 """
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Takes trial steps of a given size to see whether they fit, then undoes them."""
+    """Takes throw-away steps of a given size to see whether they fit, then undoes them."""
 
     forward: ForwardPass
     """The forward pass of the bare module, before DDP adds its hooks."""
@@ -96,8 +101,8 @@ class Probe:
     ) -> BaseException | None:
         """Take steps of `size`; return this rank's out-of-memory error, or None.
 
-        A step that `accumulates` has several such microbatches. With `with_spare`, a
-        size fits only if some memory is left over.
+        A step that `accumulates` has several such microbatches. With
+        `with_spare`, a size fits only if some memory is left over.
         """
         error = self._error(size, accumulates, with_spare)
         let_go(self.forward.device)
@@ -106,8 +111,9 @@ class Probe:
     def fits_by_far(self, size: int) -> bool:
         """Return whether every rank has so much free memory that `size` needs no probe.
 
-        Every rank must call it. Only CUDA reports the memory that a pass takes;
-        elsewhere it returns False. A wrong forecast shows in the first step.
+        Every rank must call it. Only CUDA reports the memory that a pass
+        takes; on other devices, and for a sharded model, the answer is False.
+        A wrong forecast shows in the first step.
         """
         forward = self.forward
         if forward.device.type != "cuda" or is_sharded(forward.model):
@@ -120,10 +126,7 @@ class Probe:
 
     @functools.cached_property
     def _few_bytes(self) -> float:
-        """Memory that a pass of a few samples takes; infinite if the pass fails.
-
-        The probe that follows will report why it failed.
-        """
+        """Memory that a pass of a few samples takes; infinite if the pass fails."""
         device = self.forward.device
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -161,12 +164,14 @@ class Probe:
         """
         optimizer = self.optimizer
         sharded = is_sharded(self.forward.model)
-        # The whole gradient of a sharded model is there only while microbatches
-        # accumulate: two of them show it. Any other is there beside the activations
-        # then, and always as DDP's buckets: it is left for the second step.
+        # A sharded model has its whole gradient in memory only while
+        # microbatches accumulate, so two are run. Any other model has it in
+        # addition to the activations if microbatches accumulate, or if DDP's
+        # buckets keep it: it then stays for the second step.
         passes = 2 if sharded and accumulates else 1
         stays = not sharded and (accumulates or self.group.world_size > 1)
-        # The second with the optimizer's state in memory, as every step but the first.
+        # The second step has the optimizer's state in memory, like every step
+        # but the first.
         for number in range(2):
             if number == 0 or not stays:
                 optimizer.zero_grad(set_to_none=True)
@@ -176,7 +181,7 @@ class Probe:
                         self._backward(part, size)
                 batch = self._backward(part, size)
             optimizer.step()
-            del batch  # in memory until then, as in a step
+            del batch  # in memory until here, as in training
             if not stays and not tensors_of(list(optimizer.state.values())):
                 break
 
@@ -187,7 +192,7 @@ class Probe:
         return batch
 
     def batch(self, size: int) -> Batch:
-        """Return the batch of `size` samples that takes most memory, on the device."""
+        """Return the batch of `size` samples that takes the most memory, on the device."""
         with torch.no_grad():
             batch = self.forward.task.worst_case_batch(self.dataset, size)
         return self.forward.prepare(batch)
@@ -205,17 +210,18 @@ def choose_microbatch(
 
     For `auto` the share is split evenly into as few microbatches as possible.
 
-    `share` is the most samples that a rank has in a step, or the most to try if a step
-    `accumulates` anyway. `bounds` are the largest size known to fit and the smallest
-    known not to; neither is tried again. `tell` is called with each size that was
-    tried. Every rank must call it, with equal bounds. Raises the out-of-memory error,
-    on every rank, if the wanted size (for auto: a single sample) does not fit. Raises
-    it too if, after a size that did not fit, a smaller one fails with another error:
-    BatchNorm and losses over pairs refuse a single sample.
+    `share` is the most samples that a rank has in a step, or the most to try
+    if a step `accumulates` anyway. `bounds` are the largest size known to fit
+    and the smallest known not to; neither is tried again. `tell` is called
+    with each size that was tried. Every rank must call it, with equal bounds.
+    Raises the out-of-memory error, on every rank, if the wanted size (for
+    auto: a single sample) does not fit. Also raises it if a size did not fit
+    and a smaller size fails with another error, as BatchNorm and losses over
+    pairs refuse a single sample.
 
-    The forward of a sharded model is a collective. There a rank that runs out of memory
-    raises at once, because the other ranks are already waiting for it and can only be
-    ended from outside.
+    The forward of a sharded model is a collective. There a rank that runs out
+    of memory raises immediately, because the other ranks are already waiting
+    for it and can only be ended from outside.
     """
     search = _Search(wanted, share, probe, accumulates, bounds, tell)
     if accumulates and wanted == "auto" and share == 1:
@@ -243,11 +249,13 @@ class _Search:
     """The out-of-memory error to raise."""
 
     def fits(self, size: int) -> bool:
-        """Return whether a size fits on every rank; raise if none smaller is left."""
+        """Return whether a size fits on every rank; raise if it was the last to try."""
         last = self.wanted != "auto" or size == 1
         known_fit, known_misfit = self.bounds
         if known_misfit is not None and size >= known_misfit:
-            self.too_large = f"a microbatch of {known_misfit} is known not to fit"
+            self.too_large = (
+                f"a microbatch of {known_misfit} is known not to fit"
+            )
             if last:
                 raise torch.OutOfMemoryError(self.too_large)
             return False
@@ -269,7 +277,9 @@ class _Search:
         logger.info("%s", self.too_large)
         return False
 
-    def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
+    def _probed(
+        self, size: int, last: bool
+    ) -> tuple[BaseException | None, str | None]:
         """Return this rank's error, and the reason of the first rank that failed."""
         accumulates = self.accumulates or size < self.share
         try:
@@ -282,7 +292,7 @@ class _Search:
             error.__cause__ = other
         if error is not None and is_sharded(self.probe.forward.model):
             self.tell(size, False)
-            raise error  # the others wait in its forward
+            raise error  # other ranks wait in the model's forward
         mine = None
         if error is not None:
             mine = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -291,10 +301,11 @@ class _Search:
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """Split `share` samples evenly into the fewest parts that fit; return the largest.
+    """Split `share` samples evenly into the fewest fitting parts; return the largest size.
 
-    The number of parts is doubled until they fit, then bisected. `fits` is asked at
-    most once per size, and must raise if a single sample does not fit.
+    The number of parts is doubled until they fit, then bisected. `fits` is
+    asked at most once per size, and must raise if a single sample does not
+    fit.
     """
 
     def size(parts: int) -> int:
@@ -323,20 +334,22 @@ def check_loss(
     microbatch_size: int,
     pieces: int,
 ) -> ConfigError | str | None:
-    """Check that a few samples' gradient is the weighted mean of their halves'.
+    """Check that a few samples' gradient is the weighted mean of its halves' gradients.
 
-    Returns an error or a warning if it is not, and None if it is or if nothing can be
-    concluded: the pass fails, or its random draws change the gradient as much.
+    Returns an error or a warning if it is not, and None if it is. Also returns
+    None if nothing can be concluded, because the pass fails, or because its
+    random draws change the gradient as much as the halving does.
 
-    `order` (int64 [n]) lists training samples. The first are checked, then others whose
-    halves differ in their labels. `pieces` is how many microbatches a step has over all
-    ranks; with 1, only a loss that is a sum over samples is reported. A task with its
-    own weight() gets a warning rather than an error, since mixtures of experts and
-    contrastive losses are knowingly trained that way; so does a task that draws random
-    numbers. Call it in a `throwaway` block, on every rank.
+    `order` (int64 [n]) lists training samples. The first are checked, then
+    others whose halves differ in their labels. `pieces` is how many
+    microbatches a step has over all ranks; with 1, only a loss that is a sum
+    over samples is reported. A task with its own weight() gets a warning
+    rather than an error, since mixtures of experts and contrastive losses are
+    knowingly trained that way; a task that draws random numbers gets a warning
+    as well. Call it in a `throwaway` block, on every rank.
     """
-    # Two samples where one is a microbatch; not of a sharded model, where one rank must
-    # not fail alone.
+    # At least two samples, even if a microbatch has one; but not for a sharded
+    # model, whose ranks must all fail together.
     least = 1 if is_sharded(forward.model) else 2
     size = min(_AT_ONCE, max(least, microbatch_size), len(order))
     if size == 1:
@@ -345,30 +358,36 @@ def check_loss(
         spec = replace(forward.spec, autocast=None, scaler=False)
         forward = replace(forward, spec=spec)
     try:
-        found = _first_difference(forward, dataset, order, size, only_sums=pieces == 1)
+        found = _first_difference(
+            forward, dataset, order, size, only_sums=pieces == 1
+        )
     except ConfigError:
         raise
-    except Exception as error:  # training says it better
-        logger.debug("the loss cannot be split to see: %s", error)
+    except Exception as error:  # training reports it better
+        logger.debug("the loss cannot be tried in halves: %s", error)
         return None
     if found is None:
         return None
     loss, mean, share, is_random = found
-    follows = f"the result depends on how a step is split, here into {pieces} pieces"
+    follows = (
+        f"the result depends on how a step is split, here into {pieces} pieces"
+    )
     if pieces == 1:
-        follows = (
-            "val_loss depends on the size of its batches, and a step on how it is split"
-        )
-    fix = "return from weight() what it divides by, such as tokens or the sum of the samples' class weights"
+        follows = "val_loss depends on the size of its batches, and a step on how it is split"
+    fix = "return from weight() what the loss divides by, such as tokens or the sum of the samples' class weights"
     if _is_sum(loss, mean):
         fix = "divide a sum over samples by their number"
     rule = (
-        f"is no mean over weight(): of {size} samples it is {loss:.4f}, and {mean:.4f} as the mean of two halves "
+        f"is not a mean over weight(): it is {loss:.4f} for {size} samples at once, and {mean:.4f} as the mean of two halves "
         f"(gradients differ by {share:.0%}), so {follows}"
     )
-    if pieces == 1 or is_random or type(forward.task).weight is not Task.weight:
+    if (
+        pieces == 1
+        or is_random
+        or type(forward.task).weight is not Task.weight
+    ):
         return f"{forward.said} {rule}; {fix}"
-    known = "where each piece is meant to be by itself, a weight() that returns the number of samples says so"
+    known = "if each piece is meant to have its own loss, let weight() return the number of samples"
     return ConfigError(forward.said, MISSING, rule, f"{fix}; {known}")
 
 
@@ -381,14 +400,16 @@ def _first_difference(
 ) -> tuple[float, float, float, bool] | None:
     """Return the first `_difference` among the choices of samples, or None."""
     with (
-        evaluating(forward.model, *modules_beside(forward.task, forward.model)),
+        evaluating(
+            forward.model, *modules_beside(forward.task, forward.model)
+        ),
         forward.alone(),
     ):
-        # What the task looks at; the layers in it are in evaluation mode.
+        # The task may read this flag; the layers stay in evaluation mode.
         forward.model.training = True
         for module in forward.model.modules():
             if isinstance(module, nn.RNNBase):
-                module.train()  # cuDNN's backward wants it
+                module.train()  # cuDNN's backward needs it
         for rows in _choices(forward, dataset, order, size):
             found = _difference(forward, dataset, rows, only_sums)
             if only_sums or found is not None:
@@ -399,7 +420,7 @@ def _first_difference(
 def _choices(
     forward: ForwardPass, dataset: Dataset[Any], order: Tensor, size: int
 ) -> Iterator[Tensor]:
-    """Yield `size` rows each: the first ones, then rare and common ones by label."""
+    """Yield choices of `size` rows: the first ones, then half rare, half common labels."""
     yield order[:size]
     pool = order
     leaves = []
@@ -407,7 +428,9 @@ def _choices(
         pool = torch.arange(len(dataset))
         leaves = list(dataset.tensors)
     else:
-        leaves = leaves_of(fetch(dataset, order.tolist(), forward.task.collate))
+        leaves = leaves_of(
+            fetch(dataset, order.tolist(), forward.task.collate)
+        )
     labels = [leaf for leaf in leaves if _is_label(leaf, len(pool))]
     for leaf in labels[:_MOST_LEAVES]:
         label = leaf.reshape(len(pool), -1).double().sum(1)
@@ -422,7 +445,7 @@ def _choices(
 
 
 def _is_label(leaf: Any, samples: int) -> bool:
-    """Whether a leaf is small enough for a label, weight or mask, and is no input."""
+    """Whether a leaf is small enough to be a label, weight or mask, not an input."""
     if not isinstance(leaf, Tensor) or leaf.shape[:1] != (samples,):
         return False
     most = samples if leaf.is_floating_point() else _MOST_NUMBERS
@@ -434,11 +457,12 @@ def _difference(
 ) -> tuple[float, float, float, bool] | None:
     """Compare a batch's loss and gradient with those of its halves; None if they agree.
 
-    Returns the batch's loss, the halves' weighted mean, the relative difference of the
-    gradients, and whether random numbers were drawn meanwhile.
+    Returns the batch's loss, the halves' weighted mean, the relative
+    difference of the gradients, and whether random numbers were drawn
+    meanwhile.
 
-    With `only_sums`, also returns None if forward passes alone show that the loss is
-    not a sum.
+    With `only_sums`, also returns None if the forward passes already show that
+    the loss is not a sum.
     """
     batch = forward.read(dataset, rows)
     parts = rows.tensor_split(2)
@@ -463,17 +487,24 @@ def _difference(
         return None
     shares = [weight / sum(weights) for weight in weights]
     if only_sums:
-        loss, *of_halves = (float(forward.loss(b).detach()) for b in (batch, *halves))
+        loss, *of_halves = (
+            float(forward.loss(b).detach()) for b in (batch, *halves)
+        )
         weighted = zip(shares, of_halves, strict=True)
-        if not _is_sum(loss, sum(share * of_half for share, of_half in weighted)):
+        if not _is_sum(
+            loss, sum(share * of_half for share, of_half in weighted)
+        ):
             return None
     loss, mean, share = _compare(forward, batch, halves, shares)
-    formats = {p.dtype for p in forward.model.parameters() if p.is_floating_point()}
+    formats = {
+        p.dtype for p in forward.model.parameters() if p.is_floating_point()
+    }
     roundings = [_ROUNDINGS * torch.finfo(dtype).eps for dtype in formats]
     if share <= max([_TOLERANCE, *roundings]):
         return None
     is_random = digest(get_rng_state(forward.device)) != random_state
-    # What is random differs from itself, too; its loss often less than its gradient.
+    # A pass with random draws also differs from itself, in its loss often less
+    # than in its gradient.
     others = []
     for _ in range(_DRAWS if is_random else 1):
         other = batch if can_be_cut else forward.read(dataset, rows)
@@ -499,11 +530,15 @@ def _compare(
 ) -> tuple[float, float, float]:
     """Return a batch's loss, its parts' mean loss, and how far gradients differ.
 
-    That is the norm of the difference relative to the largest norm before it.
+    The parts' gradients are subtracted in turn from the batch's. The last
+    figure is the norm of what remains, relative to the largest norm on the
+    way.
     """
 
     def norm() -> float:
-        gradients = [p.grad for p in forward.model.parameters() if p.grad is not None]
+        gradients = [
+            p.grad for p in forward.model.parameters() if p.grad is not None
+        ]
         total: Any = get_total_norm(gradients)
         return float(total.full_tensor() if is_shard(total) else total)
 
@@ -513,7 +548,7 @@ def _compare(
     mean = 0.0
     norms = [norm()]
     for part, share in zip(parts, shares, strict=True):
-        if share:  # as in training: else its loss may be NaN
+        if share:  # as in training: without weight, its loss may be NaN
             of_part = forward.loss(part)
             (of_part * -share).backward()
             mean += share * float(of_part.detach())

@@ -36,16 +36,17 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 1 << 20
 """The largest tensor or array that is copied without being passed to `keep`."""
 _TOTAL_BYTES = 1 << 24
-"""The most bytes that all of these copies may take."""
-_MANY = 1000  # items: what is in a longer list or dict is data, not state
+"""The most bytes that all copies of small tensors and arrays may take together."""
+_MANY = 1000  # items: a longer list or dict holds data, not state
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
 _STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
+# What an import or a definition leaves in a module.
 _DEFINED = (
     ModuleType,
     FunctionType,
     type,
-)  # what an import or a definition leaves in a module
+)
 _CONTAINERS = (dict, list, set, deque)
 _GENERATORS = (
     torch.Generator,
@@ -58,14 +59,13 @@ _GENERATORS = (
 class Snapshot:
     """Records the state of all objects reachable from some roots, to restore it later.
 
-    It records attributes (including those of classes, closures and globals in the
-    user's own modules), containers, random generators, the tensors given to `keep`, and
-    all small tensors, copied to host memory. A larger tensor is only watched: a warning
-    names it if it was changed. Library objects are skipped, except modules, optimizers,
-    schedulers and datasets. Sharded modules are skipped too: they move their parameters
-    themselves.
-
-    `restore` puts changed values back in place.
+    It records the attributes of objects and of the user's classes, variables of
+    closures, globals of the user's modules, containers, random generators, the
+    tensors given to `keep`, and small tensors. Tensors are copied to host
+    memory. A larger tensor is only watched: a warning names it if it was
+    changed. Library objects are skipped, except modules, optimizers,
+    schedulers and datasets. Sharded modules are skipped too: they move their
+    parameters themselves.
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class Snapshot:
         self._device = device
         self._undo: list[Callable[[], None]] = []
         self.changes = Changes()
-        """What has changed since; it outlives the copies."""
-        self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
+        """What has changed since the snapshot was made; it outlives the copies."""
+        self._seen: dict[
+            int, Any
+        ] = {}  # keeps them alive, so that no id is reused
         self._watched: dict[int, tuple[Tensor, int, str]] = {}
         self._copied_bytes = 0
         self._package = type(task).__module__.partition(".")[0]
@@ -110,14 +112,14 @@ class Snapshot:
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Put everything back, to the bit."""
+        """Put everything back in place, bit for bit."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
         for tensor, version, name in self._watched.values():
             if tensor._version != version:
                 logger.warning(
-                    "%s was changed by a pass that is thrown away, and is too large to be put back: %s",
+                    "%s was changed by a throw-away pass, and is too large to be restored: %s",
                     name,
                     "return it from the task's state_dict()",
                 )
@@ -129,9 +131,11 @@ class Snapshot:
         read: Read,
         put_back: Callable[[Any, dict[Any, Any]], None],
     ) -> None:
-        """Register the items that `read` gives now, and everything in them."""
+        """Register the items that `read` returns now, and everything in them."""
         is_data = isinstance(owner, _CONTAINERS) and len(owner) > _MANY
-        before = self.changes.hold(name, owner, read, self._is_beside or is_data)
+        before = self.changes.hold(
+            name, owner, read, self._is_beside or is_data
+        )
         self._undo.append(functools.partial(put_back, owner, before))
         if not is_data:
             self._descend(before.items(), name)
@@ -152,7 +156,9 @@ class Snapshot:
     def _take_array(self, array: Any, name: str) -> None:
         is_plain = array.dtype != object and array.flags.writeable
         if is_plain and self._affordable(array.nbytes):
-            self._undo.append(functools.partial(np.copyto, array, array.copy()))
+            self._undo.append(
+                functools.partial(np.copyto, array, array.copy())
+            )
             self.changes.hold(name, array, _bytes, self._is_beside)
 
     def _take_container(self, container: Any, name: str) -> None:
@@ -171,17 +177,23 @@ class Snapshot:
         self._descend(enumerate(items), name)
 
     def _take_call(self, call: Any, name: str) -> None:
-        """Record what a partial, a method or a function of the user's refers to."""
+        """Record what a partial, a method or a user's function refers to."""
         if isinstance(call, functools.partial):
-            self._descend(enumerate((call.func, call.args, call.keywords)), name)
+            self._descend(
+                enumerate((call.func, call.args, call.keywords)), name
+            )
         elif isinstance(call, MethodType):
             self._descend([("", call.__self__), ("", call.__func__)], name)
         elif self._is_users(call.__module__):
-            held = (call.__dict__, call.__defaults__, *(call.__closure__ or ()))
+            held = (
+                call.__dict__,
+                call.__defaults__,
+                *(call.__closure__ or ()),
+            )
             self._descend((("", part) for part in held), name)
 
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Queue the items."""
+        """Queue all items that are not plain values."""
         for key, item in items:
             if not isinstance(item, PLAIN):
                 self._left.append((item, path_of(name, key), self._is_beside))
@@ -211,12 +223,14 @@ class Snapshot:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
             is_metric = "_reductions" in vars(value)  # torchmetrics'
-            self._is_beside |= is_metric or isinstance(value, (Dataset, LRScheduler))
+            self._is_beside |= is_metric or isinstance(
+                value, (Dataset, LRScheduler)
+            )
             self._take_container(vars(value), name)
         self._record(value, name, _slots, _set_slots)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
-        self._is_beside = False  # a class is everybody's
+        self._is_beside = False  # other objects share the class
         for owner in type(value).__mro__:
             self._take(owner, owner.__name__)
 
@@ -233,13 +247,16 @@ class Snapshot:
     def _is_users(self, module: str | None) -> bool:
         """Whether a module is the user's own code.
 
-        It is if it belongs to the task's package, or to no installed package.
+        That is so if the module belongs to the task's package, or to neither
+        an installed package nor Paceline.
         """
         package = (module or "").partition(".")[0]
         file = getattr(sys.modules.get(module or ""), "__file__", None)
         if not file or package in _OURS:
             return False
-        return package == self._package or not any(part in file for part in _LIBRARIES)
+        return package == self._package or not any(
+            part in file for part in _LIBRARIES
+        )
 
 
 _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
@@ -256,7 +273,7 @@ _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
 
 
 def _items(container: Any) -> dict[Any, Any]:
-    """Return the items of a dict, list, set or deque without a subclass's methods."""
+    """Return the items of a dict (not by a subclass's method), list, set or deque."""
     if isinstance(container, dict):
         return dict.copy(container)
     if isinstance(container, set):
@@ -265,7 +282,7 @@ def _items(container: Any) -> dict[Any, Any]:
 
 
 def _refill(container: Any, before: dict[Any, Any]) -> None:
-    """Restore the items of a dict, list, set or deque without a subclass's methods."""
+    """Restore the items that `_items` returned, by the methods of the base class."""
     if is_same(_items(container), before):
         return
     kinds = (OrderedDict, dict, set, list, deque)
@@ -323,7 +340,9 @@ def _bytes(array: Any) -> dict[str, bytes]:
 def _slots(value: Any) -> dict[str, Any]:
     """Return what an object keeps in the `__slots__` of its classes."""
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {
+        name: getattr(value, name) for name in names if hasattr(value, name)
+    }
 
 
 def _set_slots(value: Any, before: dict[str, Any]) -> None:
@@ -331,8 +350,10 @@ def _set_slots(value: Any, before: dict[str, Any]) -> None:
         object.__setattr__(value, name, content)
 
 
-def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return what reads a random generator's state, and what sets it."""
+def _state_of(
+    generator: Any,
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return the functions that read and set a random generator's state."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
@@ -342,7 +363,7 @@ def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 class CollectiveWatch(TorchDispatchMode):
-    """Notes whether anything inside sends tensors to other ranks."""
+    """Notes whether anything in the block sends tensors to other ranks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -351,7 +372,7 @@ class CollectiveWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run every operation as it is."""
+        """Run the operation unchanged."""
         self.seen |= func.namespace in (
             "c10d",
             "_c10d_functional",
@@ -362,16 +383,18 @@ class CollectiveWatch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def throwaway(
-    forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None
+    forward: ForwardPass,
+    optimizer: Optimizer | None = None,
+    dataset: Any = None,
 ) -> Iterator[Snapshot]:
     """Restore model, task, dataset and random state exactly at the end of the block.
 
-    Gradients are dropped. With `optimizer`, its state and all parameters are restored
-    too, so its steps may be taken inside. Copies are kept in host memory; call `keep`
-    of the yielded snapshot to add tensors.
+    Gradients are dropped. With `optimizer`, its state and all parameters are
+    restored too, so its steps may be taken inside. Copies are kept in host
+    memory; call `keep` of the yielded snapshot to add tensors.
 
-    If the model is bare and not sharded, each rank answers collectives by itself, so it
-    may fail or run alone without leaving other ranks waiting.
+    If the model is bare and not sharded, collectives are answered locally: a
+    rank that fails, or runs the block alone, leaves no other rank waiting.
     """
     task = forward.task
     device = forward.device
@@ -395,6 +418,7 @@ def throwaway(
             yield snapshot
     finally:
         model.zero_grad(set_to_none=True)
-        task.load_state_dict(task_state)  # what only the task itself can put back
+        # What only the task itself can put back.
+        task.load_state_dict(task_state)
         snapshot.restore()
         set_rng_state(random_state, device)

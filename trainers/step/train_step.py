@@ -1,13 +1,15 @@
 """Take one optimizer step: the exact global mean over microbatches, and an update.
 
 A step may also have several phases, each with its own loss and optimizer, for
-adversarial training or gradient penalties. A Replica is what one worker trains with.
+adversarial training or gradient penalties.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,21 +55,22 @@ logger = logging.getLogger(__name__)
 Losses = dict[str, tuple[float, int]]
 """By the name that is logged: the sum of a loss over steps, and the number of steps."""
 WEIGHTLESS = "weightless"
-"""The key among them for the number of steps whose samples all have weight zero, so
-that the loss is the mean of nothing.
+"""The key of `Losses` for the number of steps whose samples all have weight
+zero, and which therefore have no mean loss.
 """
 
 
 class TrainStep:
     """Takes optimizer steps and sums losses on the device, without waiting for it.
 
-    The loss of a step is the mean over its global weight: microbatch m of rank r
-    contributes `loss * weight / global weight`, times the world size because DDP
-    averages. So short last steps, uneven microbatches and ranks without samples give
-    the same result as one process.
+    The loss of a step is the mean over its global weight: microbatch m of rank
+    r contributes `loss * weight / global weight`, times the world size because
+    DDP averages. So short last steps, uneven microbatches and ranks without
+    samples give the same result as one process.
 
-    After a non-finite gradient no further step changes the parameters: the loop reads
-    `bad` every few steps and ends the run. A loss scaler handles such gradients itself.
+    After a non-finite gradient no further step changes the parameters: the
+    loop reads `bad` every few steps and ends the run. A loss scaler handles
+    such gradients itself.
     """
 
     def __init__(
@@ -82,13 +85,15 @@ class TrainStep:
         self.group = group
         self.clip_grad_norm = clip_grad_norm
         device = group.device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=forward.spec.scaler)
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=forward.spec.scaler
+        )
         # MPS has no float64.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
         self.weightless = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of steps, since the last `take_losses`, whose samples all have weight
-        zero: their loss is the mean of nothing.
+        """Number of steps, since the last `take_losses`, whose samples all
+        have weight zero.
         """
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
@@ -98,12 +103,12 @@ class TrainStep:
         self.strayed = False
         """Whether throw-away steps were run along with the last step."""
         self.number = 0
-        """Number of the next step, from 0; only steps of phases count it, because they
-        differ.
+        """Number of the next step, from 0; only PhasedStep counts it, because
+        phases depend on it.
         """
         self.copies_gradients = False
-        """Whether gradients are copied because the model's next pass would overwrite
-        them, as CUDA graphs do.
+        """Whether gradients are copied because the model's next pass would
+        overwrite them, as CUDA graphs do.
         """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
@@ -111,19 +116,25 @@ class TrainStep:
         groups = optimizer.param_groups
         self._base_lrs = [float(param_group["lr"]) for param_group in groups]
         self._base_options = [dict(param_group) for param_group in groups]
+        self._scaled: Callable[[Mapping[str, Any]], dict[str, Any]] = (
+            lambda options: {}
+        )
+        """Returns the given options that `lr_scaling` changes, with their new values."""
         self.wanted_lrs = self._base_lrs
         """The learning rate of every group."""
         self.by_hand = False
-        """Whether gradients are averaged over ranks once they are complete, and not by
-        DDP in the backward pass.
+        """Whether gradients are averaged over ranks once they are complete,
+        and not by DDP in the backward pass.
         """
         self.used = Used(forward.model)
         self._find_beside()
         self._fused = all(param_group.get("fused") for param_group in groups)
-        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
-        # in some versions only.
+        # torch's one-pass check does not support bfloat16 on CUDA (pytorch
+        # issue 127176), and exists on MPS only in some versions.
         narrow = any(p.dtype is torch.bfloat16 for p in self._parameters)
-        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
+        self._one_pass = device.type == "cpu" or (
+            device.type == "cuda" and not narrow
+        )
         if forward.spec.scaler and self._fused:
             for part in optimizers_of(optimizer):
                 _start_momentum(part)
@@ -131,7 +142,9 @@ class TrainStep:
     def _find_beside(self) -> None:
         """Find all trained parameters, and those that DDP does not average."""
         model = self.forward.model
-        self._every = list(dict.fromkeys([*model.parameters(), *self._parameters]))
+        self._every = list(
+            dict.fromkeys([*model.parameters(), *self._parameters])
+        )
         self._required = [parameter.requires_grad for parameter in self._every]
         self._beside: list[
             nn.Parameter
@@ -148,7 +161,11 @@ class TrainStep:
 
         With a loss scaler, gradients do not count.
         """
-        return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
+        return (
+            self._bad_loss
+            | ~torch.isfinite(self.loss_sum)
+            | self._found_inf.bool()
+        )
 
     def __call__(
         self,
@@ -159,15 +176,16 @@ class TrainStep:
     ) -> None:
         """Take `len(sizes)` microbatches from `batches` and update the parameters.
 
-        `step_samples` is the step's global batch size. An `idle` rank has no samples in
-        it, and takes part with weight zero so that collectives match; so does a
-        microbatch of size zero. Adds this rank's part of the step's mean loss to
-        `loss_sum`. Every rank must call it.
+        `step_samples` is the step's global batch size. An `idle` rank, which
+        has no samples of the step, and a microbatch of size zero take part
+        with weight zero, so that collectives match. Adds this rank's part of
+        the step's mean loss to `loss_sum`. Every rank must call it.
         """
         for parameter in self._parameters:
             parameter.grad = None
         if self.by_hand:
-            # As DDP does before a forward: BatchNorm's statistics stay equal on all ranks.
+            # As DDP does before a forward: BatchNorm's statistics stay equal
+            # on all ranks.
             share_tensors(list(self.forward.model.buffers()), self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last = len(sizes) - 1
@@ -186,15 +204,17 @@ class TrainStep:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
             if isinstance(share, Tensor):
-                # A microbatch without a label counts for nothing: torch's mean over
-                # none is NaN, its gradient zero.
-                self.loss_sum += (loss.detach() * share).masked_fill(share == 0, 0.0)
+                # A microbatch without labels counts for nothing: torch's mean
+                # over none is NaN, with gradient zero.
+                self.loss_sum += (loss.detach() * share).masked_fill(
+                    share == 0, 0.0
+                )
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update()
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Return a microbatch's loss; ConfigError if it changed earlier gradients."""
+        """Return a microbatch's loss; ConfigError if computing it changed a gradient."""
         before = [
             (parameter, parameter.grad, parameter.grad._version)
             for parameter in self._parameters
@@ -208,7 +228,7 @@ class TrainStep:
             raise ConfigError(
                 f"{type(self.forward.task).__name__}.loss()",
                 MISSING,
-                "changes the gradients of the microbatches before, which are lost",
+                "changes gradients of earlier microbatches, which are then lost",
                 "leave out zero_grad(), backward() and step(), which the run calls",
             )
         return loss
@@ -235,7 +255,8 @@ class TrainStep:
         """
         if not self.by_hand and self.group.rank == 0:
             logger.info(
-                "gradients are averaged after the backward pass, not in it: %s", why
+                "gradients are averaged after the backward pass, not in it: %s",
+                why,
             )
         self.by_hand = True
 
@@ -268,7 +289,8 @@ class TrainStep:
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Compute gradients of `loss * share * world size`.
 
-        If possible, the factor is passed as the initial gradient of the backward pass.
+        If possible, the factor is passed as the initial gradient of the
+        backward pass.
         """
         scale = share * self.group.world_size
         if isinstance(scale, Tensor) or self.scaler.is_enabled():
@@ -278,7 +300,9 @@ class TrainStep:
         else:
             key = (scale, loss.dtype, loss.shape)
             if key not in self._seeds:
-                self._seeds[key] = torch.full_like(loss, scale, requires_grad=False)
+                self._seeds[key] = torch.full_like(
+                    loss, scale, requires_grad=False
+                )
             loss.backward(self._seeds[key])
 
     def _shares(
@@ -290,11 +314,13 @@ class TrainStep:
     ) -> tuple[Sequence[float | Tensor], Iterator[Batch]]:
         """Return each microbatch's share of the global weight, and the batches.
 
-        If weights are sample counts, no data is read; any other weight needs all
-        batches of the step first, and one sum over ranks.
+        If weights are sample counts, no data is read; any other weight needs
+        all batches of the step first, and one sum over ranks.
         """
         if self._weighs_samples:
-            return [0.0 if idle else size / step_samples for size in sizes], batches
+            return [
+                0.0 if idle else size / step_samples for size in sizes
+            ], batches
         held = [next(batches) for _ in sizes]
         task = self.forward.task
         weights = torch.stack(
@@ -309,7 +335,7 @@ class TrainStep:
         return list(weights / total.clamp(min=least)), iter(held)
 
     def _gradients(self) -> list[Tensor]:
-        """Return all gradients as real tensors that share their memory."""
+        """Return all gradients, complex ones as real-valued views (`view_as_real`)."""
         found = []
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -319,12 +345,12 @@ class TrainStep:
         return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
-        """Scale gradients down to a norm of at most `most`; return the norm before.
+        """Scale gradients down to a norm of at most `most`; return the original norm.
 
         The norm is taken over all ranks' shards.
         """
         sharded = any(map(is_shard, gradients))
-        if sharded:  # else torch takes each gradient by itself
+        if sharded:  # else torch processes the gradients one by one
             gradients = [local(gradient) for gradient in gradients]
         norm = get_total_norm(gradients)
         if sharded:
@@ -337,7 +363,9 @@ class TrainStep:
         """Average over ranks the gradients that the backward pass did not average."""
         if is_sharded(self.forward.model):
             self.used.add_gradients(self._parameters)
-        average_present(self._parameters if self.by_hand else self._beside, self.group)
+        average_present(
+            self._parameters if self.by_hand else self._beside, self.group
+        )
 
     def _update(self) -> None:
         self._average()
@@ -349,24 +377,27 @@ class TrainStep:
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
         if scaled:
-            # For infinite gradients the scaler skips the step and lowers the scale.
+            # For infinite gradients the scaler skips the step and lowers the
+            # scale.
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
         if gradients and self._one_pass:
-            # It multiplies by one and sets the flag, which no step clears.
+            # This multiplies by one and sets the flag, which no step clears.
             torch._amp_foreach_non_finite_check_and_unscale_(
                 checked, self._found_inf, self._one
             )
         elif gradients:
-            bad = (~torch.isfinite(get_total_norm(checked))).to(self._found_inf)
+            bad = (~torch.isfinite(get_total_norm(checked))).to(
+                self._found_inf
+            )
             torch.maximum(self._found_inf, bad, out=self._found_inf)
         if self._fused:
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not bool(self._found_inf):
-            # An optimizer of the task's own without a fused step: waits for the device.
+            # An optimizer without a fused step: this waits for the device.
             self.optimizer.step()
 
     def set_lr(self, factor: float) -> None:
@@ -375,7 +406,9 @@ class TrainStep:
 
     def set_lrs(self, lrs: list[float]) -> None:
         """Set every group's learning rate."""
-        for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+        for param_group, lr in zip(
+            self.optimizer.param_groups, lrs, strict=True
+        ):
             old = param_group["lr"]
             if isinstance(old, Tensor):
                 # A new tensor: several groups may hold the same one.
@@ -384,29 +417,41 @@ class TrainStep:
                 param_group["lr"] = lr
         self.wanted_lrs = lrs
 
-    def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set the learning rates, times `scale`, and momenta of a step (from 0)."""
+    def follow(
+        self, schedule: Schedule, step: int, scale: float = 1.0
+    ) -> None:
+        """Set the momenta and, times `scale`, the learning rates of a step (from 0)."""
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
-        for param_group, name, value in schedule.cycled(self.optimizer):
+        for param_group, name, value in self._cycled(schedule):
             param_group[name] = value
 
+    def _cycled(
+        self, schedule: Schedule
+    ) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return group, name and value of each momentum to set."""
+        return schedule.cycled(self.optimizer, self._scaled)
+
     def set_options(self, scaling: ScalingRule, size: int) -> None:
-        """Set the other options that `lr_scaling` changes at this batch size."""
+        """Set the options, besides the rate, that `lr_scaling` changes at this size."""
+        self._scaled = partial(scaled_options, scaling, size)
         groups = self.optimizer.param_groups
         for param_group, base in zip(groups, self._base_options, strict=True):
-            param_group.update(scaled_options(scaling, size, base))
+            param_group.update(self._scaled(base))
 
     def resized(self) -> None:
         """Note that the number of samples in a step changes from here on."""
 
     def check_lr(self) -> None:
-        """Raise ConfigError where something else has changed the learning rate."""
-        check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
+        """Raise ConfigError if something else has changed the learning rate."""
+        check_lr(
+            self.optimizer, type(self.forward.task).__name__, self.wanted_lrs
+        )
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
         """Return a function that waits for the summed losses of `steps` steps.
 
-        The sums cover all ranks and all steps since `take_losses`; they are not reset.
+        The sums cover all ranks and all steps since `take_losses`; they are
+        not reset.
 
         Every rank must call it.
         """
@@ -415,7 +460,10 @@ class TrainStep:
 
         def losses() -> Losses:
             loss, weightless = read()
-            return {"train_loss": (loss, steps), WEIGHTLESS: (0.0, int(weightless))}
+            return {
+                "train_loss": (loss, steps),
+                WEIGHTLESS: (0.0, int(weightless)),
+            }
 
         return losses
 
@@ -435,10 +483,10 @@ class TrainStep:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """Start SGD momentum at zero, which gives the same first step as no momentum.
+    """Start SGD momentum at zero, which gives the same first step as no buffer.
 
-    Otherwise a fused first step that the loss scaler skips, as it often does, would
-    leave a momentum buffer that was never written (seen in torch 2.15).
+    Otherwise a fused first step that the loss scaler skips, as it often does,
+    would leave a momentum buffer that was never written (seen in torch 2.15).
     """
     for param_group in optimizer.param_groups:
         if param_group.get("momentum") and param_group.get("dampening") == 0:
@@ -456,13 +504,14 @@ class Trained:
     optimizer: Optimizer
     ema: MovingAverage | None
     as_made: AsMade
-    """What model() made, to find out what has been switched since."""
+    """The new model's properties, to find out what has changed since."""
     beside: dict[str, Tensor]
-    """The task's tensors outside the model that are trained with it, by attribute name.
+    """The task's tensors outside the model that are trained with it, by
+    attribute name.
     """
     frozen: dict[str, str] | None
-    """Digests of the parameters that checkpoints leave out; None if checkpoints contain
-    all.
+    """Digests of the parameters that checkpoints leave out; None if
+    checkpoints contain all.
     """
 
     @property
@@ -494,12 +543,12 @@ class Replica(Trained):
     held_back: str
     """Digest of a few validation samples."""
     even: bool
-    """Whether forward is a collective, by FSDP or by the task: then every rank runs
-    equally many microbatches.
+    """Whether forward is a collective, by FSDP or by the task: then every rank
+    runs equally many microbatches.
     """
     warnings: list[str]
-    """Findings before the first step that make figures doubtful; the same on every
-    rank.
+    """Findings before the first step that make figures doubtful; the same on
+    every rank.
     """
 
     @property
@@ -515,7 +564,11 @@ class Replica(Trained):
     @property
     def feeds(self) -> list[Feed]:
         """The feeds of all splits that exist."""
-        return [feed for feed in (self.train_feed, self.val_feed) if feed is not None]
+        return [
+            feed
+            for feed in (self.train_feed, self.val_feed)
+            if feed is not None
+        ]
 
     def close(self) -> None:
         """End the loader processes of the feeds and release the data."""
@@ -554,7 +607,9 @@ class PhasePass(ForwardPass):
 
         Gradients still flow through those parameters to the phase's own.
         """
-        trained = [parameter for parameter in self.others if parameter.requires_grad]
+        trained = [
+            parameter for parameter in self.others if parameter.requires_grad
+        ]
         for parameter in trained:
             parameter.requires_grad_(False)
         try:
@@ -565,8 +620,8 @@ class PhasePass(ForwardPass):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the phase."""
-        # Tensors of its own: a gradient that this phase asks for by them is none of the
-        # next.
+        # Detached: if the task lets these inputs require a gradient, that does
+        # not affect the next phase.
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
         with self.spec.autocast_context(self.device):
             loss = self.task.training_step(self.model, given, self.phase)
@@ -574,7 +629,7 @@ class PhasePass(ForwardPass):
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
-    """Return the task's phases in the order of its optimizers; none without phases."""
+    """Return the task's phases in the order of its optimizers; [] if it has no phases."""
     task = forward.task
     if not is_phased(task):
         return []
@@ -592,9 +647,13 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
                 "has no parameter that requires a gradient",
                 "leave it out, or give it what it trains",
             )
-        others = tuple(parameter for parameter in every if parameter not in own)
+        others = tuple(
+            parameter for parameter in every if parameter not in own
+        )
         phases.append(
-            PhasePass(**vars(forward), phase=name, optimizer=part, others=others)
+            PhasePass(
+                **vars(forward), phase=name, optimizer=part, others=others
+            )
         )
     return phases
 
@@ -602,10 +661,10 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
 class PhasedStep(TrainStep):
     """Takes a whole step over all microbatches for each phase in turn.
 
-    The model stays bare: a phase's gradients are averaged over ranks once they are
-    complete, so a loss may itself contain gradients. Buffers are copied from rank 0
-    when a phase begins, as DDP does. A non-finite gradient in one phase stops the
-    updates of all phases.
+    The model stays bare: a phase's gradients are averaged over ranks once they
+    are complete, so a loss may itself contain gradients. Buffers are copied
+    from rank 0 when a phase begins, as DDP does. A non-finite gradient in one
+    phase stops the updates of all phases.
     """
 
     def __init__(
@@ -631,7 +690,7 @@ class PhasedStep(TrainStep):
         step_samples: int,
         idle: bool,
     ) -> None:
-        """Take the step as TrainStep does; holds all its microbatches at once."""
+        """Take the step as TrainStep does, with all its microbatches in memory."""
         names = self._due()
         held = [next(batches) for _ in sizes]
         for name in names:
@@ -650,8 +709,8 @@ class PhasedStep(TrainStep):
             raise ConfigError(
                 f"{type(self.forward.task).__name__}.phases({self.number})",
                 names,
-                f"must be different ones among {', '.join(self.phases)}, in a sequence, and one at least",
-                "name what optimizer() returns, or return None for all of them",
+                f"must be a sequence of one or more of these names, without repeats: {', '.join(self.phases)}",
+                "return names of the optimizers in optimizer(), or None for all of them",
             )
         return names
 
@@ -661,7 +720,8 @@ class PhasedStep(TrainStep):
         The loss of a phase is summed over the steps in which it ran.
         """
         opened = {
-            name: phase.open_losses(phase.steps) for name, phase in self.phases.items()
+            name: phase.open_losses(phase.steps)
+            for name, phase in self.phases.items()
         }
 
         def losses() -> Losses:
@@ -670,8 +730,10 @@ class PhasedStep(TrainStep):
             for name, of_phase in read.items():
                 loss, _ = whole["train_loss"]
                 whole["train_loss"] = (loss + of_phase["train_loss"][0], steps)
-                # In each phase of a step, or none.
-                whole[WEIGHTLESS] = max(whole[WEIGHTLESS], of_phase[WEIGHTLESS])
+                # A step is weightless in all of its phases or in none.
+                whole[WEIGHTLESS] = max(
+                    whole[WEIGHTLESS], of_phase[WEIGHTLESS]
+                )
                 if len(read) > 1:
                     whole[f"train_loss_{name}"] = of_phase["train_loss"]
             return whole
@@ -681,9 +743,14 @@ class PhasedStep(TrainStep):
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """Continue from sums that `open_losses` returned."""
         for name, phase in self.phases.items():
-            loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
+            loss, phase.steps = losses.get(
+                f"train_loss_{name}", losses["train_loss"]
+            )
             phase.set_losses(
-                {"train_loss": (loss, phase.steps), WEIGHTLESS: losses[WEIGHTLESS]}
+                {
+                    "train_loss": (loss, phase.steps),
+                    WEIGHTLESS: losses[WEIGHTLESS],
+                }
             )
 
     def take_losses(self, steps: int) -> Callable[[], Losses]:
@@ -701,13 +768,16 @@ class _Phase(TrainStep):
     forward: PhasePass
 
     def __init__(self, forward: PhasePass, whole: PhasedStep) -> None:
-        super().__init__(forward, forward.optimizer, whole.group, whole.clip_grad_norm)
+        super().__init__(
+            forward, forward.optimizer, whole.group, whole.clip_grad_norm
+        )
         self.scaler = whole.scaler
         self._found_inf = whole._found_inf
         self.steps = 0
         """Number of steps since the loss was last taken."""
         self._looks = self.group.rank == 0
-        """Whether the next step looks for parameters that the loss does not depend on.
+        """Whether the next step looks for parameters that the loss does not
+        depend on.
         """
 
     def _update(self) -> None:

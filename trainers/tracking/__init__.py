@@ -1,1 +1,1 @@
-"""Experiment trackers: a process of its own reads a run from storage and sends it."""
+"""Experiment trackers: a separate process reads a run from storage and sends it."""

@@ -1,13 +1,15 @@
-"""Send what a run left on storage to its trackers, each step at least once.
+"""Send a run's data from storage to its trackers, each step at least once.
 
-A run has the same id in every resume. `tracking/<tracker>.json` in the run's directory
-stores the id and what was sent, for the run and, in a sweep, for each trial. Storage is
-the queue: what a tracker has not received is sent later, by this process or the next.
+A run has the same id in every resume. `tracking/<tracker>.json` in the run's
+directory stores the id and what was sent, for the run and, in a sweep, for
+each trial. Storage is the queue: what a tracker has not received is sent
+later, by this process or the next.
 
-`python -m trainers.tracking.delivery` is the process that sends a run while it trains.
-Its arguments say what to send. The driver writes to its standard input how it has
-ended; if the input ends without that, the driver was killed. Its standard output is the
-log, one sentence per line; what trackers' clients print is discarded.
+`python -m trainers.tracking.delivery` is the process that sends a run while it
+trains. At its end, the driver writes its status to this process's standard
+input; if the input ends without one, the driver was killed. The standard
+output is the log, one sentence per line; what trackers' clients print is
+discarded.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +52,7 @@ from trainers.tracking.sinks import (
 logger = logging.getLogger(__name__)
 
 KILLED = "killed"
-"""The end of a run whose driver was killed, and so could not report it."""
+"""The status of a run whose driver was killed, and so could not report one."""
 _OF_RESULT = (
     "epochs",
     "train_time_s",
@@ -62,14 +65,14 @@ _OF_RESULT = (
 LOOK_EVERY_S = 5.0
 _RETRY_S = 20.0
 _SHARE = 20
-"""A pause lasts this many times as long as the sending before it, so one tracker uses
-no more than 5 % of a core.
+"""A pause lasts this many times as long as the sending before it, so one
+tracker uses no more than 5 % of a core.
 """
 GRACE_S = 10.0
 """How long trackers may take for the rest, after the driver's end."""
 _REST_S = 120.0
-"""The same if the run had ended before, and its driver has nothing else to do."""
-_LATE_S = 5.0  # what the process itself may take besides
+"""Replaces GRACE_S if the run is already complete: its driver has no other work."""
+_LATE_S = 5.0  # what the process itself may take in addition
 _NICE = 10
 """Niceness of the sending process, so that the run has priority."""
 _CODE = str(Path(__file__).parents[2])
@@ -77,7 +80,7 @@ _CODE = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class History:
-    """What trackers are told of one run: what it is, and its data so far."""
+    """What trackers are told of one run: its description and its data so far."""
 
     name: str
     kind: str
@@ -95,7 +98,7 @@ class History:
 
 
 class Source(Protocol):
-    """Where histories come from; each tracker polls a source of its own."""
+    """Where histories come from; each tracker polls its own source."""
 
     def poll(self, ended: str | None) -> list[History]:
         """Return what is new, a sweep before its trials; the first time, all rows.
@@ -108,7 +111,9 @@ def as_params(tree: Mapping[str, Any]) -> Params:
     """Flatten a configuration to dotted keys, with lists as text and secrets hidden."""
     shown: Params = {}
     for key, value in flat(tree).items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        text = (
+            value if isinstance(value, str) else json.dumps(value, default=str)
+        )
         hidden = redact(f"{key}: {text}").removeprefix(f"{key}: ")
         shown[key] = hidden
         if isinstance(value, int | float) and hidden == text:
@@ -132,7 +137,8 @@ class RunHistory:
         tags = {"uri": redact(self._run.uri)}
         if self._run.exists("environment.json"):
             tags |= self._run.read_json("environment.json", dict[str, str])
-        # Copies first: what has left them meanwhile is in the log.
+        # Copies are read first: a record that leaves them meanwhile is in the
+        # log.
         copied = self._new("live")
         rows = self._new("log") + copied
         artifacts: dict[str, bytes] = {}
@@ -143,7 +149,9 @@ class RunHistory:
             for name, value in flat(result).items():
                 if name.partition(".")[0] in _OF_RESULT and value is not None:
                     values[f"result/{name.replace('.', '/')}"] = float(value)
-            rows.append(Row(int(result["steps"]), self._time("result.json"), values))
+            rows.append(
+                Row(int(result["steps"]), self._time("result.json"), values)
+            )
             artifacts["result.json"] = self._run.read("result.json")
         history = History(
             name=str(tree["name"]),
@@ -172,11 +180,15 @@ class RunHistory:
             except StorageError:
                 if storage.exists(name):
                     raise
-                # a copy that has become part of the log, which the next poll reads
+                # a copy that has become part of the log, which the next poll
+                # reads
                 continue
             self._read[directory] = (name, written_at)
-            # Records have no time of day; the time between them is that of training.
-            end_s = float(records[-1].get("train_time_s", 0.0)) if records else 0.0
+            # Records have no time of day; the time between two is training
+            # time.
+            end_s = (
+                float(records[-1].get("train_time_s", 0.0)) if records else 0.0
+            )
             for record in records:
                 time_s = written_at - max(
                     0.0, end_s - float(record.get("train_time_s", end_s))
@@ -226,7 +238,11 @@ def _file(tracker: str) -> str:
 def read_sent(storage: Storage, tracker: str) -> dict[str, Sent]:
     """Return what a tracker has received, by trial id (empty for the run or sweep)."""
     name = _file(tracker)
-    return storage.read_json(name, dict[str, Sent]) if storage.exists(name) else {}
+    return (
+        storage.read_json(name, dict[str, Sent])
+        if storage.exists(name)
+        else {}
+    )
 
 
 class Delivery:
@@ -242,8 +258,8 @@ class Delivery:
         """`path` lists the directories of the user's modules."""
         self.name = tracker.tracker
         self.is_over = False
-        """Whether the tracker has received everything, or another process sends the
-        rest.
+        """Whether the tracker has received everything, or another process
+        sends the rest.
         """
         self._tracker = tracker
         self._path = path
@@ -270,12 +286,16 @@ class Delivery:
                 self.is_over = True
             except LeaseError:
                 self.is_over = True
-            except Exception as error:  # nobody knows what it took: a new sink, and a new look at everything
+            # It is unknown what arrived: make a new sink and read everything
+            # again. SystemExit would end this thread without a word.
+            except (Exception, SystemExit) as error:
                 if not has_warned:
                     has_warned = True
-                    words = redact(f"{type(error).__name__}: {first_line(error)}")
+                    words = redact(
+                        f"{type(error).__name__}: {first_line(error)}"
+                    )
                     logger.warning(
-                        "tracking: %s cannot be told now (%s); it is tried again",
+                        "tracking: sending to %s failed (%s); it is tried again",
                         self.name,
                         words,
                     )
@@ -287,7 +307,8 @@ class Delivery:
         """Send what is new, repeatedly, until the driver has ended."""
         self._sent = read_sent(self._storage, self.name)
         self._kept: dict[str, dict[str, int]] = {}
-        """For each started run, the last steps that its tracker has certainly stored.
+        """For each started run, the last steps that its tracker has certainly
+        stored.
         """
         source = self._make_source(self._storage)
         while True:
@@ -303,7 +324,11 @@ class Delivery:
     def _send_history(self, sink: Sink, history: History) -> None:
         sent = self._sent.setdefault(history.key, Sent(secrets.token_hex(8)))
         has_ended = history.ended is not None and sent.ended != history.ended
-        if not sent.new_rows(history.rows) and not has_ended and sent.run is not None:
+        if (
+            not sent.new_rows(history.rows)
+            and not has_ended
+            and sent.run is not None
+        ):
             return
         if history.key not in self._kept:
             self._start(sink, history, sent)
@@ -317,7 +342,9 @@ class Delivery:
                 self._kept[history.key] = sent.last
                 self._note()
         if history.ended is not None:
-            with tempfile.TemporaryDirectory(prefix="paceline-tracking-") as directory:
+            with tempfile.TemporaryDirectory(
+                prefix="paceline-tracking-"
+            ) as directory:
                 for name, content in history.artifacts.items():
                     file = Path(directory, name)
                     file.write_bytes(content)
@@ -328,8 +355,8 @@ class Delivery:
             self._note()
 
     def _start(self, sink: Sink, history: History, sent: Sent) -> None:
-        # the id, before anybody is asked to make a run of it; LeaseError where another
-        # start has the run
+        # store the id before the tracker creates a run for it; raises
+        # LeaseError if another start has the run
         self._note()
         parent = self._sent[""].run if history.key else None
         tracked = TrackedRun(
@@ -342,6 +369,8 @@ class Delivery:
             parent,
         )
         run = sink.start(tracked)
+        if not isinstance(run, str):
+            raise TypeError(f"start() returned {run!r}, which is no name")
         if run != sent.run:
             sent.run = run
             sent.last = {}
@@ -369,10 +398,11 @@ def followed(
 ) -> Iterator[None]:
     """During the block, a separate process sends a run or a sweep to its trackers.
 
-    The block does not wait for it, and ending it takes seconds at most (GRACE_S).
-    `module` is what the process runs; `again` names the command that would send what is
-    left. `has_ended` says that the run is already complete, so there is more time to
-    send the rest.
+    The block does not wait for the process; after the block, trackers have
+    a few seconds (GRACE_S) to receive the rest. `module` is what the process
+    runs; `again` names the command that would send what is left. `has_ended`
+    says that the run is already complete, so there is more time to send the
+    rest.
     """
     if not trackers:
         yield
@@ -396,7 +426,9 @@ def followed(
         stdout=subprocess.PIPE,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([_CODE, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [_CODE, os.environ.get("PYTHONPATH", "")]
+            ),
         },
         start_new_session=True,  # Ctrl-C is for the run, whose end is still to be sent
     )
@@ -417,7 +449,8 @@ def followed(
         how = getattr(error, "status", how)
         raise
     finally:
-        with contextlib.suppress(OSError):  # it has died, which its exit code says
+        # Suppressed: if the process has died, its exit code shows that.
+        with contextlib.suppress(OSError):
             process.stdin.write(f"{how}\n".encode())
             process.stdin.close()
         try:
@@ -428,7 +461,8 @@ def followed(
         listener.join(1.0)
         if code != 0:
             logger.warning(
-                "tracking: not everything could be sent; %s sends the rest", again
+                "tracking: not everything could be sent; %s sends the rest",
+                again,
             )
 
 
@@ -445,11 +479,12 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
     Ends this process, with exit code 1 if something is left to send.
     """
     os.nice(_NICE)
+    # Only the end of its input ends this process.
     for number in (
         signal.SIGTERM,
         signal.SIGHUP,
         signal.SIGINT,
-    ):  # the end of its input is what ends it
+    ):
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -463,8 +498,11 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
         Delivery(TrackerConfig(**tracker), path, storage, make_source)
         for tracker in trackers
     ]
+    # The threads may be in the midst of something when this process ends.
+    tempfile.tempdir = tempfile.mkdtemp(prefix="paceline-tracking-")
     threads = [
-        threading.Thread(target=delivery.follow, daemon=True) for delivery in deliveries
+        threading.Thread(target=delivery.follow, daemon=True)
+        for delivery in deliveries
     ]
     for thread in threads:
         thread.start()
@@ -476,13 +514,16 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     late = [delivery.name for delivery in deliveries if not delivery.is_over]
     if late:
-        logger.warning("tracking: %s: something is left to send", ", ".join(late))
+        logger.warning(
+            "tracking: %s: not everything was sent", ", ".join(late)
+        )
     out.flush()
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     os._exit(1 if late else 0)
 
 
 if __name__ == "__main__":
-    # By its own name, below which its warnings are this program's.
+    # Imported by its name, so that its logger belongs to PACKAGES.
     from trainers.tracking import delivery
 
     delivery.serve(MARK, delivery.RunHistory)

@@ -2,9 +2,10 @@
 
 A sink of your own derives from Sink (`tracking: [my_module:MySink]`).
 
-Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the
-configuration names no experiment; whatever the clients read. Set, unless it is:
-MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, if the
+configuration names no experiment; also whatever the clients read. Set, unless
+already set: MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+Always set: MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from trainers.storage import Storage
 from trainers.versions import require_package
 
 _IMPORTS = threading.Lock()
-"""Clients are imported one at a time: two threads in circular imports may each see half
-of a module.
+"""Clients are imported one at a time: two threads in circular imports may each
+see half of a module.
 """
 
 
@@ -77,14 +78,14 @@ class Sink(ABC):
 
     All calls come from one thread, in a process that does no training.
 
-    Any method may raise or block: what it did not accept is sent again, to a new
-    instance. So `start` must find a run that it has already started, and a repeated
-    step must replace the earlier one.
+    Any method may raise or block: what it did not accept is sent again, to a
+    new instance. So `start` must find a run that it has already started, and a
+    repeated step must replace the earlier one.
     """
 
     keeps_at_end: ClassVar[bool] = False
-    """Whether what `log` sent is only stored once `end` has returned. Then it is sent
-    again if the process died before.
+    """Whether what `log` sent is only stored once `end` has returned. If so,
+    it is sent again if the process dies before that.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -96,7 +97,7 @@ class Sink(ABC):
     def start(self, run: TrackedRun) -> str:
         """Begin or continue the run `run.id`; return the tracker's name for it.
 
-        If the tracker has to make a new run, it must return another name.
+        If the tracker has to begin a new run instead, return a different name.
 
         Called once in each process for each run that has something to send.
         """
@@ -105,7 +106,7 @@ class Sink(ABC):
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """Send metrics, in the order of the log."""
 
-    # What not every tracker has.
+    # Not every tracker has the following.
 
     def artifact(self, run: str, file: Path) -> None:  # noqa: B027
         """Send a file, which replaces an earlier one of the same name."""
@@ -123,10 +124,10 @@ def _client(name: str) -> Any:
 
 
 def _make_database(mlflow: Any) -> None:
-    """Make MLflow's SQLite database, if it is not there: all of it or nothing.
+    """Create MLflow's SQLite database if there is none, completely or not at all.
 
-    MLflow needs seconds for it, and may be killed before, as the run does not wait for
-    it. It cannot go on with half a database.
+    MLflow takes seconds to create the database, and this process may be killed
+    meanwhile, because the run does not wait for it.
     """
     uri = mlflow.get_tracking_uri()
     if not uri.startswith("sqlite:"):
@@ -138,12 +139,17 @@ def _make_database(mlflow: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="paceline-tracking-") as directory:
         new = Path(directory, "mlflow.db")
-        mlflow.MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+        mlflow.MlflowClient(f"sqlite:///{new}").search_experiments(
+            max_results=1
+        )
         beside = path.with_name(f".{path.name}-{os.getpid()}")
-        shutil.copyfile(new, beside)
-    with contextlib.suppress(FileExistsError):  # somebody else has made it meanwhile
-        os.link(beside, path)
-    beside.unlink()
+        try:
+            shutil.copyfile(new, beside)
+            # Another process may have made the database meanwhile.
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, path)
+        finally:  # a partial copy, if the disk is full
+            beside.unlink(missing_ok=True)
 
 
 class MlflowSink(Sink):
@@ -151,7 +157,7 @@ class MlflowSink(Sink):
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        # Its own patience is minutes; what failed is tried again by whoever calls.
+        # MLflow would retry for minutes; the caller repeats what failed.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
@@ -181,8 +187,10 @@ class MlflowSink(Sink):
             tags = self._tags(tags)
             if run.parent is not None:
                 tags["mlflow.parentRunId"] = run.parent
-            found = self._client.create_run(experiment, tags=tags, run_name=run.name)
-        # Those of a run never change in MLflow: a resume adds what is new.
+            found = self._client.create_run(
+                experiment, tags=tags, run_name=run.name
+            )
+        # A run's parameters never change in MLflow: a resume adds new ones.
         new = []
         names = _accepted(run.params)
         for key, value in run.params.items():
@@ -193,13 +201,15 @@ class MlflowSink(Sink):
         return str(found.info.run_id)
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Send every value as one metric at its step."""
+        """Send each value as a metric at its row's step."""
         metrics = []
         for row in rows:
             time_ms = round(row.time_s * 1000)
             names = _accepted(row.values)
             for key, value in row.values.items():
-                metric = self._entities.Metric(names[key], value, time_ms, row.step)
+                metric = self._entities.Metric(
+                    names[key], value, time_ms, row.step
+                )
                 metrics.append(metric)
         self._client.log_batch(run, metrics=metrics)
 
@@ -221,7 +231,7 @@ class MlflowSink(Sink):
 
 
 def _accepted(names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, one that MLflow accepts, and no two equal."""
+    """Map each name to one that MLflow accepts; no two of these are equal."""
     accepted = {name: _accepted_name(name) for name in names}
     count = Counter(accepted.values())
     for name, shown in accepted.items():
@@ -234,7 +244,8 @@ def _accepted(names: Iterable[str]) -> dict[str, str]:
 def _accepted_name(name: str) -> str:
     """Return the name with `_` in place of characters that MLflow rejects.
 
-    It also rejects what is no path in its shortest form, as `a//b` or `a/`.
+    MLflow also rejects names that are not paths in shortest form, such as
+    `a//b` or `a/`; these are shortened.
     """
     named = re.sub(r"[^\w\-. :/]", "_", name)[:250]
     return posixpath.normpath(f"/{named}").strip("/") or "_"
@@ -243,18 +254,19 @@ def _accepted_name(name: str) -> str:
 class WandbSink(Sink):
     """Sends to W&B; trials have the job type `trial`, in one group with their sweep.
 
-    W&B has no nested runs. Its client writes in a process of its own, which dies with
-    this one.
+    W&B has no nested runs. Its client writes in a separate process, which dies
+    with this one.
     """
 
     keeps_at_end = True
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        # Before wandb, which else leaves a stand-in for it to other trackers' threads.
+        # Before wandb, which would otherwise leave a stand-in for numpy to
+        # other trackers' threads.
         _client("numpy")
         self._wandb = _client("wandb")
-        # What it would measure is this process and its machine, not the run's.
+        # W&B would measure this process and its machine, not the run's.
         self._settings = self._wandb.Settings(
             console="off",
             silent=True,
@@ -303,7 +315,7 @@ class WandbSink(Sink):
         ended.finish(exit_code=int(has_failed))
 
     def close(self) -> None:
-        """End wandb's own process, after it has sent what is left."""
+        """End wandb's process, after it has sent what is left."""
         self._wandb.teardown()
 
 
@@ -349,9 +361,13 @@ def check_trackers(
             require_package("tracking", name, source)
 
 
-def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:
+def make_sink(
+    tracker: TrackerConfig, path: Sequence[str], storage: Storage
+) -> Sink:
     """Construct a tracker's sink."""
-    sink = _SINKS.get(tracker.tracker) or _own_sink(tracker.tracker, path, "tracking")
+    sink = _SINKS.get(tracker.tracker) or _own_sink(
+        tracker.tracker, path, "tracking"
+    )
     return sink(tracker.project, storage)
 
 

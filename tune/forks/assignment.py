@@ -14,12 +14,12 @@ from tune.config import Target
 
 @dataclass(frozen=True)
 class Begun:
-    """The newest report of a training function with a checkpoint."""
+    """A training function's newest report that came with a checkpoint."""
 
     number: int
-    """How many reports there were up to it."""
+    """The report's number, from 1 on."""
     checkpoint: str
-    """Its path on the sweep's storage."""
+    """The checkpoint's path on the sweep's storage."""
     train_time_s: float
 
 
@@ -28,32 +28,34 @@ class Assignment:
     """A trial, as it is handed to a lane."""
 
     ticket: str
-    """Names this submission: Tune may start two actors for one trial, and drop one."""
+    """Identifies the submission: Tune may start two actors for a trial, and drop one."""
     trial: str
     tree: dict[str, Any]
-    """Its whole configuration: a TrainConfig, or a FunctionConfig."""
+    """The trial's whole configuration: a TrainConfig, or a FunctionConfig."""
     microbatch_ceiling: int | None = None
     """The largest microbatch to try, after a larger one did not fit; None: no limit."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest size that fitted in similar trials, and the smallest that did not."""
+    """The largest microbatch known to fit, and the smallest known not to fit."""
     target: Target | None = None
-    """The target that ends it before its last step; None if it runs to its end."""
+    """The target that ends the trial early; None: the trial runs to its last step."""
     watches: tuple[str, ...] = ()
     """The metrics on which the sweep's decisions depend."""
     source: Storage | None = None
-    """Where the state lies from which it continues; None: it starts from scratch."""
+    """Where the state to continue from is stored; None: the trial starts from scratch."""
     refuge: Storage | None = None
-    """Where it saves its state when its node is taken away."""
+    """Where the trial saves its state if its node is about to be taken away."""
     attempt: int = 0
-    """How often it was started before."""
+    """How often the trial was lost, or its function failed, before this start."""
     begun: Begun | None = None
-    """Where a training function that was started before continues."""
+    """The report after which a restarted training function continues, if any."""
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its configuration sets a checkpoint interval: its state is kept."""
+        """Whether the configuration sets a checkpoint interval, so that state is kept."""
         chosen = self.tree.get("checkpoint", {})
-        return any(value and key.startswith("every_") for key, value in chosen.items())
+        return any(
+            value and key.startswith("every_") for key, value in chosen.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Place:
 
     def form_group(self, files: Sequence[int]) -> None:
         """Form the process group; rank 0's first open file is the listening socket."""
-        # The driver and the lanes' workers, which import this file, do without torch.
+        # The driver and the lanes' workers, which import this file, run
+        # without torch.
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
@@ -87,7 +90,9 @@ class Place:
 
         if self.local_world_size == self.world_size:
             keep_on_this_machine()
-        server = socket.socket(fileno=files[0]).detach() if self.rank == 0 else None
+        server = (
+            socket.socket(fileno=files[0]).detach() if self.rank == 0 else None
+        )
         timeout = timedelta(seconds=self.timeout_s)
         store = TCPStore(
             self.address,
@@ -97,9 +102,16 @@ class Place:
             timeout,
             master_listen_fd=server,
         )
-        backend = self.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = self.backend or (
+            "nccl" if torch.cuda.is_available() else "gloo"
+        )
         join_group(
-            backend, store, self.rank, self.world_size, self.device_index, timeout
+            backend,
+            store,
+            self.rank,
+            self.world_size,
+            self.device_index,
+            timeout,
         )
 
     @property

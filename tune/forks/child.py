@@ -1,10 +1,10 @@
-"""A trial's process: its work, and its channel to the requester.
+"""A trial's process: its work, and its channel to the process that requested it.
 
-If it is not a fork, it is run as: python -m tune.forks.child CHANNEL STDOUT STDERR
-[FILE...], where all arguments are file descriptors.
+A trial that is not a fork runs as: python -m tune.forks.child CHANNEL STDOUT
+STDERR [FILE...], where all arguments are file descriptors.
 
-The zygote and its clients import this file before torch, or without it. So this file
-must not import torch at the top.
+The zygote and its clients import this file before torch, or without torch. So
+this file must not import torch at the top.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ class Work:
     """What a process is to do."""
 
     target: str
-    """`module:function`, called with the Channel and the arguments; its return value is
-    the outcome.
+    """`module:function`, called with the Channel and the arguments; its return
+    value is the outcome.
     """
     arguments: tuple[Any, ...]
     environment: dict[str, str]
@@ -58,7 +58,7 @@ class Channel:
         """Call a method on the other side; return its result, or raise its error."""
         with self._lock:
             self._connection.send_bytes(pack((method, args, given)))
-            raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the process that wanted it)
+            raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the requester)
         if raised:
             raise value
         return value
@@ -72,11 +72,13 @@ class Channel:
 def pack(value: Any) -> bytes:
     """Pickle a value.
 
-    If Ray is loaded, its cloudpickle is used, which pickles objects by value if the
-    other side may be unable to import them.
+    If Ray is loaded, this uses Ray's cloudpickle, which pickles objects by
+    value if the other side may be unable to import them.
     """
     of_ray: Any = sys.modules.get("ray.cloudpickle")
-    return pickle.dumps(value) if of_ray is None else bytes(of_ray.dumps(value))
+    return (
+        pickle.dumps(value) if of_ray is None else bytes(of_ray.dumps(value))
+    )
 
 
 def prctl(option: int, value: int) -> None:
@@ -85,7 +87,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def imported_libraries(before: set[str]) -> list[str]:
-    """Return the installed modules imported since `before`; the zygote gets them."""
+    """Return the installed modules imported since `before`, for the zygote to import."""
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
@@ -96,7 +98,10 @@ def imported_libraries(before: set[str]) -> list[str]:
 
 
 def as_error(raised: BaseException) -> BaseException:
-    """Return what a trial raised; KeyboardInterrupt, which is no SIGINT here, by name."""
+    """Return an Exception or SystemExit as it is, anything else as a RuntimeError.
+
+    A KeyboardInterrupt, for example, would otherwise be taken for a SIGINT.
+    """
     if isinstance(raised, Exception | SystemExit):
         return raised
     words = f"{type(raised).__name__} was raised"
@@ -106,12 +111,13 @@ def as_error(raised: BaseException) -> BaseException:
 def become(files: Sequence[int]) -> None:
     """Run the work that is received over the channel, and exit; never return.
 
-    `files` are file descriptors: the channel, standard output, standard error, others.
+    `files` are file descriptors: the channel, standard output, standard error,
+    others.
     """
     code = 1
     try:
         os.setsid()
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the zygote
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the zygote
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         channel, out, err, *others = files
         os.dup2(out, 1)
@@ -119,7 +125,7 @@ def become(files: Sequence[int]) -> None:
         os.close(out)
         os.close(err)
         with Connection(channel) as connection:
-            work: Work = pickle.loads(connection.recv_bytes())  # noqa: S301 (from the process that wanted it)
+            work: Work = pickle.loads(connection.recv_bytes())  # noqa: S301 (from the requester)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()
             os.environ.update(work.environment)

@@ -29,14 +29,14 @@ _MOST_STOPPED_S = 300.0
 _START_S = 600.0
 """How long a zygote may take for its imports, even on a very busy machine."""
 _MOST_STARTS = 3
-"""Attempts to reach a zygote for one fork: one may end just then, but hardly two."""
+"""Attempts to reach a zygote for one fork; a zygote may end during an attempt."""
 
 
 class NoOutcomeError(Exception):
     """Raised when a process has ended without sending an outcome."""
 
     def __init__(self, code: int) -> None:
-        """`code` is its exit code or, if negative, the signal that ended it."""
+        """`code` is the process's exit code or, if negative, the signal that ended it."""
         super().__init__(code)
         self.code = code
 
@@ -45,10 +45,10 @@ class NoOutcomeError(Exception):
 
 
 class Zygote:
-    """The zygote of a sweep on this node. It lives as long as it has a client."""
+    """Client of a sweep's zygote on this node; the zygote lives while it has clients."""
 
     def __init__(self, name: str, preload: Preload) -> None:
-        """Start the zygote if it is not running; return at once.
+        """Start the zygote if it is not running; do not wait until it is up.
 
         `name` identifies the sweep, and is the same on all nodes.
         """
@@ -69,22 +69,27 @@ class Zygote:
     def _start(self) -> None:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if self._directory.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self._directory} is another user's")
+            raise PermissionError(f"{self._directory} belongs to another user")
         with (self._directory / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another process of this node starts it, or has it
+            # Another process of this node is starting or running the zygote.
+            except BlockingIOError:
                 return
             self._path.unlink(missing_ok=True)
             places = [*self.preload.path, *sys.path]
-            # Otherwise torch initializes CUDA to count the devices, and no fork could
-            # use CUDA.
+            # Without NVML, torch would initialize CUDA to count the devices,
+            # and then no fork could use CUDA.
             own = {
                 "PYTHONPATH": os.pathsep.join(filter(None, places)),
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
             self._connection, theirs = socket.socketpair()
-            given = [str(self._path), self.preload.to_json(), str(theirs.fileno())]
+            given = [
+                str(self._path),
+                self.preload.to_json(),
+                str(theirs.fileno()),
+            ]
             command = [sys.executable, "-m", "tune.forks.zygote", *given]
             with theirs:
                 subprocess.run(  # noqa: S603 (this interpreter)
@@ -105,8 +110,10 @@ class Zygote:
                 return connection
             if time.monotonic() > deadline:
                 within = f"within {_START_S:g} s"
-                raise TimeoutError(f"the parent of trials did not start {within}")
-            self._start()  # where the one that did has ended
+                raise TimeoutError(
+                    f"the process that forks trials did not start {within}"
+                )
+            self._start()  # in case the process that was starting it has ended
             time.sleep(_LOOK_S)
 
     def hold(self) -> None:
@@ -114,7 +121,9 @@ class Zygote:
         if self._connection is None:
             self._connection = self._connect()
 
-    def fork(self, target: str, *arguments: Any, files: Sequence[int] = ()) -> Fork:
+    def fork(
+        self, target: str, *arguments: Any, files: Sequence[int] = ()
+    ) -> Fork:
         """Start a process that calls a function (`Work.target`).
 
         Args:
@@ -125,10 +134,13 @@ class Zygote:
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
         for _ in range(_MOST_STARTS):
             self.hold()
-            with suppress(ConnectionError):  # it was about to end, for want of work
+            # Raised if the zygote was just ending, for lack of work.
+            with suppress(ConnectionError):
                 return Fork(self._connect(), work, files)
             self._forget()
-        raise ConnectionError("the parent of trials ends before it forks one")
+        raise ConnectionError(
+            f"the process that forks trials has ended {_MOST_STARTS} times before it forked one"
+        )
 
     def learn(self, modules: Sequence[str]) -> None:
         """Have the zygote import modules, so that all further forks have them."""
@@ -160,7 +172,8 @@ class Zygote:
 def _directory(name: str) -> Path:
     """Return the directory of the socket of a sweep's zygote on this node.
 
-    Several nodes on one machine, each in its network namespace, have one each.
+    If several nodes share a machine, each in its own network namespace, each
+    of them has its own directory.
     """
     namespace = 0
     if sys.platform == "linux":
@@ -192,24 +205,27 @@ class Fork:
         look_s: float = 1.0,
         most_stopped_s: float = _MOST_STOPPED_S,
     ) -> Any:
-        """Answer the process's calls by the methods of `asked`, and return its outcome.
+        """Answer the process's calls with `asked`'s methods; return the process's outcome.
 
         Args:
             asked: The object whose methods the process may call.
             goes_on: Returns whether the outcome is still wanted.
             look_s: Seconds between two calls of `goes_on`.
-            most_stopped_s: Seconds for which the process may be suspended (SIGSTOP).
+            most_stopped_s: Seconds for which the process may be suspended
+                (SIGSTOP).
 
         Raises:
-            NoOutcomeError: The process ended without an outcome, or was suspended for
-                too long.
-            InterruptedError: The outcome is no longer wanted.
-            TrialStopped: A method of `asked` raised it; it was passed to the process
-                first.
+            NoOutcomeError: The process ended without an outcome, or was
+                suspended for too long.
+            InterruptedError: The outcome is no longer wanted, by `goes_on` or
+                a method of `asked` that raised this.
+            TrialStopped: A method of `asked` raised this; the process
+                received it first.
         """
         ran_at = time.monotonic()
         while True:
-            # A process that it started may hold the channel open after its end.
+            # A process that the fork started may hold the channel open after
+            # the fork's end.
             ready = wait([self._channel, self._control], look_s)
             if self._channel in ready:
                 call = self._heard()
@@ -255,11 +271,18 @@ class Fork:
         return call  # type: ignore[no-any-return]
 
     def _answer(
-        self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]
+        self,
+        asked: Any,
+        method: str,
+        args: tuple[Any, ...],
+        given: dict[str, Any],
     ) -> bool:
         """Answer a call; return whether the answer tells the process to stop."""
         try:
             answer = (False, getattr(asked, method)(*args, **given))
+        except InterruptedError:
+            self.kill()
+            raise
         except (Exception, TrialStopped) as error:
             answer = (True, error)
         with suppress(OSError):
@@ -267,7 +290,7 @@ class Fork:
         return isinstance(answer[1], TrialStopped)
 
     def wait(self) -> int:
-        """Wait for the process to end; returns its exit code, or minus the signal."""
+        """Wait for the process to end; return its exit code, or minus the signal."""
         code = self._number()
         self.kill()
         return -signal.SIGKILL if code is None else code
@@ -275,7 +298,9 @@ class Fork:
     def _number(self) -> int | None:
         """Return the next number that the zygote sends, or None if it has died."""
         data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
-        return int(NUMBER.unpack(data)[0]) if len(data) == NUMBER.size else None
+        return (
+            int(NUMBER.unpack(data)[0]) if len(data) == NUMBER.size else None
+        )
 
     def _is_stopped(self) -> bool:
         """Return whether the process is suspended by a signal (SIGSTOP)."""

@@ -1,9 +1,10 @@
-"""A Ray Train training function, in a process of its own (Ray).
+"""A Ray Train training function, in its own process.
 
-The function can use Ray Train's interface (`ray.train.report`, `get_context`, ...) as
-in a Ray worker. Most calls go over the channel to the worker that started this process,
-where Ray's own implementation answers them. The process itself joins the cluster
-only when its code calls Ray (`ray.get`, `ray.data`, actors).
+The function can use Ray Train's interface (`ray.train.report`, `get_context`,
+...) as in a Ray worker. Most calls go over the channel to the worker that
+started this process, where Ray's own implementation answers them. The process
+itself joins the cluster only when its code calls Ray (`ray.get`, `ray.data`,
+actors).
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
-from tune.forks.child import Channel, TrialStopped, as_error, imported_libraries
+from tune.forks.child import (
+    Channel,
+    TrialStopped,
+    as_error,
+    imported_libraries,
+)
 from tune.ray_internals import (
     PublicContext,
     TrainFnUtils,
@@ -47,36 +53,36 @@ class ForkContext(PublicContext):
         self._storage = storage
 
     def get_experiment_name(self) -> str:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._experiment
 
     def get_world_size(self) -> int:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._place.world_size
 
     def get_world_rank(self) -> int:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._place.rank
 
     def get_local_rank(self) -> int:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._place.local_rank
 
     def get_local_world_size(self) -> int:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._place.local_world_size
 
     def get_node_rank(self) -> int:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._place.node_rank
 
     def get_storage(self) -> Any:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._storage
 
 
 def _asked(name: str) -> Any:
-    """Return a method that forwards its call to the worker's own implementation."""
+    """Return a method that forwards calls to Ray's implementation in the worker."""
 
     def ask(self: ForkUtils, *args: Any, **given: Any) -> Any:
         return self.channel.call(name, *args, **given)
@@ -99,34 +105,34 @@ class ForkUtils(TrainFnUtils):
     broadcast_from_rank_zero = _asked("broadcast_from_rank_zero")
 
     def get_dataset_shard(self, *args: Any, **given: Any) -> Any:
-        """As Ray's."""
-        connect()  # it holds actors
+        """Do the same as Ray's method."""
+        connect()  # a shard holds handles of actors
         return self.channel.call("get_dataset_shard", *args, **given)
 
     def get_context(self) -> PublicContext:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._context
 
     def is_distributed(self) -> bool:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return True
 
 
 class _TuneSession:
     """The session behind `ray.tune.report` and `ray.tune.get_checkpoint`."""
 
-    world_rank = 0  # a number: Ray Train's own functions may be called
+    world_rank = 0  # not None: Ray then takes this for a session of Ray Train
 
     def __init__(self, utils: ForkUtils) -> None:
         self._utils = utils
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         self._utils.report(metrics, checkpoint)
 
     @property
     def loaded_checkpoint(self) -> Any:
-        """As Ray's."""
+        """Do the same as Ray's method."""
         return self._utils.get_checkpoint()
 
 
@@ -139,7 +145,7 @@ def connect() -> None:
 def unpickled(function: bytes) -> Any:
     """Unpickle a function; join the cluster if it holds references to Ray's objects.
 
-    They are in what `ray.put` returns, and in `tune.with_parameters`.
+    `ray.put` returns such references; `tune.with_parameters` stores them.
     """
     try:
         return cloudpickle.loads(function)
@@ -149,7 +155,7 @@ def unpickled(function: bytes) -> Any:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Set the random seed, threads and device as in a new process of Ray's.
+    """Set the random seed, threads and device as in a new Ray process.
 
     Args:
         gpu_ids: The GPU IDs that Ray has assigned to the worker.
@@ -157,7 +163,8 @@ def as_new_process(gpu_ids: list[str]) -> None:
     np.random.seed()
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(num_threads or torch.get_num_threads())
-    # Ray Train finds the device by this function, which would join the cluster.
+    # Ray Train finds the device by this function, which would join the
+    # cluster.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
     set_device("cuda" if gpu_ids else "cpu")
@@ -173,21 +180,25 @@ def run_function(
 ) -> Any:
     """Call a training function, which is given by name or pickled.
 
-    Returns: What it returned (`returned`; None if it was given by name), or what it
-        raised: the exception and its traceback (`raised`) and, as plain data, its
-        `status` and `message`. TrialStopped ends it as `stopped`. Also its
-        `peak_memory_bytes` and the installed modules that it has `imported`.
+    Returns:
+        A mapping with a `status`. If the function returned: `returned` (its
+        value, or None if it was given by name), `peak_memory_bytes`, and
+        `imported`, the installed modules that it imported. If it raised an
+        exception: `raised`, `traceback`, `message` and `follows`. After
+        TrialStopped, the status is `stopped`.
     """
     modules = set(sys.modules)
     as_new_process(gpu_ids)
     os.environ.update(place.environment)
-    read_token_again()  # the process that this was forked from may be older than Ray's
+    read_token_again()  # the zygote may be older than Ray's token
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)
     set_session(_TuneSession(utils))
     try:
         place.form_group(channel.files)
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(
+            ray.train.torch.get_device()
+        )
         if isinstance(function, FunctionSpec):
             call = function.load()
         else:
@@ -196,7 +207,8 @@ def run_function(
         returned = call()
         if isinstance(function, FunctionSpec):
             returned = None
-        cloudpickle.dumps(returned)  # what cannot be sent is an error of the function
+        # A value that cannot be pickled counts as the function's error.
+        cloudpickle.dumps(returned)
     except TrialStopped:
         return {"status": "stopped"}
     except BaseException as error:
@@ -225,7 +237,7 @@ def _raised(error: BaseException, rank: int) -> Tree:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return an exception, or one with its name and words if it cannot be pickled."""
+    """Return the exception; if it cannot be pickled, a RuntimeError that quotes it."""
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:
@@ -234,7 +246,6 @@ def picklable(error: BaseException) -> BaseException:
 
 
 def _leave_group() -> None:
-    if (
-        dist.is_initialized() and dist.get_backend() != "nccl"
-    ):  # NCCL's waits for kernels of ranks that are gone
+    # NCCL would wait for kernels of ranks that are gone.
+    if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()

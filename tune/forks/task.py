@@ -1,4 +1,4 @@
-"""A trial of a task, in a process of its own."""
+"""A trial of a task, in its own process."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import trainers.loop.fit  # noqa: F401 (before the fork: all that a run imports)
+import trainers.loop.fit  # noqa: F401 (imported before the fork, for all runs)
 from trainers.causes import failure_of
 from trainers.config.model import Tree
 from trainers.context import RunContext
@@ -48,7 +48,9 @@ _NAMES = (
 class TrialContext(RunContext):
     """The RunContext of a trial: forwards calls to the worker that started it."""
 
-    def __init__(self, channel: Channel, place: Place, assignment: Assignment) -> None:
+    def __init__(
+        self, channel: Channel, place: Place, assignment: Assignment
+    ) -> None:
         super().__init__(
             None,
             "lane",
@@ -66,12 +68,16 @@ class TrialContext(RunContext):
         self.watches = assignment.watches
         self._goes_on = True
 
-    def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
-        """Send an evaluation from rank 0, and note whether the trial should go on."""
+    def report(
+        self, metrics: Tree, checkpoint: str | None, elapsed_s: float
+    ) -> None:
+        """Send an evaluation from rank 0; note whether the trial should continue."""
         if checkpoint is None:
             check_reported(self.watches, metrics)
         if self.rank == 0 and checkpoint is None:
-            self._goes_on = self._channel.call("report", metrics) and self._goes_on
+            self._goes_on = (
+                self._channel.call("report", metrics) and self._goes_on
+            )
 
     def observe(self, figures: dict[str, float]) -> None:
         """Send the figures of this rank, with its GPU memory, to the worker."""
@@ -82,11 +88,11 @@ class TrialContext(RunContext):
         return not self._goes_on
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Return whether the node will be taken away."""
+        """Return whether the node is about to be taken away."""
         return bool(self._channel.call("preempted", elapsed_s))
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Tell all other trials whether a microbatch fits."""
+        """Tell the mailbox, for all other trials, whether a microbatch fits."""
         low, high = self.microbatch_bounds
         if not fits:
             least = min(microbatch_size, high or microbatch_size)
@@ -104,7 +110,7 @@ def check(
     precisions: Sequence[Any],
     device_type: str,
 ) -> PacelineError | None:
-    """Load the task or function; check that the device has a task's precisions.
+    """Load the task or function; check that the device supports a task's precisions.
 
     Returns:
         The error that was found, or None.
@@ -123,11 +129,13 @@ def check(
 
 
 def device_label(channel: Channel, device_index: int) -> str:
-    """Return the device's model and memory, which determine how much fits on it."""
+    """Return the device's name and memory, which determine how much fits on it."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", device_index)
-    return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
+    return (
+        f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
+    )
 
 
 def run_trial(
@@ -140,7 +148,7 @@ def run_trial(
     began = time.time()
     clock = time.monotonic()
     modules = set(sys.modules)
-    setup_logging(1)  # trials of many lanes would talk at once: warnings only
+    setup_logging(1)  # only warnings, because many lanes log into one terminal
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     grow_segments()
     context = TrialContext(channel, place, assignment)
@@ -162,11 +170,14 @@ def run_trial(
     total_s += result.earlier_time_s
     spent = {
         "began": began,
-        "starting_s": max(0.0, total_s - result.earlier_time_s - result.wall_time_s),
+        "starting_s": max(
+            0.0, total_s - result.earlier_time_s - result.wall_time_s
+        ),
         "training_s": result.train_time_s,
         "total_s": total_s,
         "first_step_s": result.first_step_s,
-        "phases_s": phases_s | {"closing": max(0.0, total_s - sum(phases_s.values()))},
+        "phases_s": phases_s
+        | {"closing": max(0.0, total_s - sum(phases_s.values()))},
     }
     return {
         "status": result.status,
@@ -188,9 +199,11 @@ def _failed(error: BaseException, context: RunContext) -> Tree:
     }
     if isinstance(error, ConfigError) and error.field in _NAMES:
         outcome["misnamed"] = error
-    # A single worker reduces its microbatch by itself.
+    # A single worker reduces its microbatch without a restart.
     if isinstance(error, TooLargeError) and context.world_size > 1:
         outcome["smaller"] = next_smaller(error.microbatch_size)
     if not isinstance(error, PacelineError) and failure.status == "error":
-        outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
+        outcome["traceback"] = "".join(
+            traceback.format_exception(error, limit=-20)
+        )
     return outcome

@@ -1,22 +1,23 @@
 """The zygote: the process from which a node's trials are forked.
 
-It has no Ray, no CUDA and only one thread.
+It never joins Ray's cluster, does not use CUDA, and has only one thread.
 
-Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON
-(`Preload`) and CLIENT is the file descriptor of a socket to its first client; the
-Zygote of client.py runs this. The zygote is not a child of that process, because Ray
-kills a worker's children.
+Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is
+JSON (`Preload`) and CLIENT is the file descriptor of a socket to the zygote's
+first client. The class Zygote of client.py runs this command. The zygote does not
+stay a child of the client, because Ray kills a worker's children.
 
-It imports torch, the loop and the user's module, and listens. A client that wants a
-trial connects and passes open files: the trial's end of a channel, its standard output
-and its standard error. The forked process reads from the channel what to do (child.py);
-the zygote knows nothing about it. If the zygote's own state does not survive a fork
-(threads, CUDA), it starts a new interpreter instead of a fork.
+The zygote imports torch, the training loop and the user's module, and then
+listens. A client that wants a trial connects and passes open files: the
+trial's end of a channel, its standard output and its standard error. The
+forked process reads its work from the channel (child.py), which the zygote
+does not read. If a fork of the zygote could not work (threads, CUDA), the
+zygote starts a new interpreter instead.
 
-A connection stays open while its trial lives. When the trial ends, the zygote sends its
-exit code; if the client closes the connection before, the zygote ends the trial. The
-processes that a trial leaves running end with it. Once it has no connections, the
-zygote ends, too.
+A connection stays open while its trial lives. When the trial ends, the zygote
+sends the trial's exit code; if the client closes the connection earlier, the
+zygote ends the trial. Processes that a trial leaves running are killed when it
+ends. The zygote ends soon after its last connection was closed.
 """
 
 import fcntl
@@ -43,8 +44,8 @@ from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
 NUMBER = struct.Struct("i")
 """Format of the replies: the PID of a trial's process and, later, its exit code."""
 FORK = b"fork"
-"""The message that comes with a trial's files; any other names modules to import, a
-line each.
+"""The message that comes with a trial's files. Any other message lists modules
+to import, one a line.
 """
 END_ALL = "."
 """The line that ends the zygote, and all trials with it."""
@@ -62,8 +63,8 @@ class Preload:
     path: tuple[str, ...] = ()
     """Directories that come first on sys.path."""
     modules: tuple[str, ...] = ()
-    """Modules to import. Failures are ignored here: a trial that needs the module
-    reports the error.
+    """Modules to import. Failures are ignored here: a trial that needs the
+    module reports the error.
     """
     forks: bool = True
     """Whether trials are forks; if not, each trial is a new interpreter."""
@@ -76,8 +77,10 @@ class Preload:
 class Zygote:
     """The zygote's server: accepts clients on a socket, and starts their trials."""
 
-    def __init__(self, path: Path, first: socket.socket, why_not: str | None) -> None:
-        """`first` is the client that started it; `why_not` says why it cannot fork."""
+    def __init__(
+        self, path: Path, first: socket.socket, why_not: str | None
+    ) -> None:
+        """`first` is the first client; `why_not` says why this process cannot fork."""
         self._why_not = why_not
         self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
@@ -89,14 +92,16 @@ class Zygote:
         aside = path.with_suffix(".new")
         self._listener.bind(str(aside))
         self._listener.listen(64)
-        aside.rename(path)  # whoever sees it can connect
+        aside.rename(path)  # once the path exists, clients can connect
 
     def serve(self) -> None:
         """Fork trials until no client is connected any more, or one sends `END_ALL`."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(
+            self._listener, selectors.EVENT_READ, self._accept
+        )
         self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
         for client in self._clients:
             self._selector.register(client, selectors.EVENT_READ)
@@ -114,7 +119,9 @@ class Zygote:
 
     def _hear(self, client: socket.socket) -> None:
         try:
-            message, files, _, _ = socket.recv_fds(client, LONGEST_MESSAGE, _MOST_FILES)
+            message, files, _, _ = socket.recv_fds(
+                client, LONGEST_MESSAGE, _MOST_FILES
+            )
         except OSError:
             message = b""
             files = []
@@ -133,7 +140,7 @@ class Zygote:
             self._forget(client)
 
     def _say(self, client: socket.socket, number: int) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the client may be gone
             client.sendall(NUMBER.pack(number))
 
     def _start(self, files: Sequence[int]) -> int:
@@ -141,7 +148,12 @@ class Zygote:
         if self._why_not is not None:
             for file in files:
                 os.set_inheritable(file, True)
-            command = [sys.executable, "-m", "tune.forks.child", *map(str, files)]
+            command = [
+                sys.executable,
+                "-m",
+                "tune.forks.child",
+                *map(str, files),
+            ]
             return os.posix_spawn(sys.executable, command, os.environ)
         pid = os.fork()
         if pid == 0:
@@ -160,11 +172,13 @@ class Zygote:
         os.close(self._wakes)
 
     def _forget(self, client: socket.socket) -> None:
-        """Drop a connection that was closed, and end its trial if that still runs."""
+        """Drop a connection that was closed, and end its trials that still run."""
         self._selector.unregister(client)
         self._clients.discard(client)
         client.close()
-        for pid in [pid for pid, owner in self._trials.items() if owner is client]:
+        for pid in [
+            pid for pid, owner in self._trials.items() if owner is client
+        ]:
             del self._trials[pid]
             end_group(pid)
 
@@ -224,19 +238,19 @@ def why_not_fork() -> str | None:
     threads = [thread.name for thread in threading.enumerate()]
     threads.remove(threading.main_thread().name)
     if threads:
-        return f"its import has started a thread ({', '.join(threads)})"
+        return f"importing the task or function started a thread ({', '.join(threads)})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "its import has initialised CUDA"
+        return "importing the task or function initialised CUDA"
     if _canary_sings():
         return None
-    return "its import has left torch's threads in a state in which forks hang"
+    return "importing the task or function left torch's threads in a state in which forks hang"
 
 
 def _canary_sings() -> bool:
     """Return whether a fork can run torch's parallel code, by trying it in a fork.
 
-    The fork hangs if this process has run parallel code itself before (libgomp).
+    If this process has run parallel code before, the fork hangs (libgomp).
     """
     pid = os.fork()
     if pid == 0:
@@ -265,8 +279,8 @@ def main() -> None:
     preload = Preload(**json.loads(sys.argv[2]))
     first = socket.socket(fileno=int(sys.argv[3]))
     first.set_inheritable(False)
-    # Until it listens, SIGIO ends it if its first client dies or ends it, whatever an
-    # import may be waiting for.
+    # Until the zygote listens, SIGIO ends it if its first client dies or sends
+    # `END_ALL`, even while an import blocks.
     fcntl.fcntl(first, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -289,7 +303,7 @@ def main() -> None:
         gc.freeze()
         why_not = why_not_fork()
         if why_not is not None:
-            words = "trials are no forks but new interpreters, which is slower"
+            words = "trials run in new interpreters instead of forks, which is slower"
             print(f"{words}: {why_not}", flush=True)
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
@@ -298,7 +312,7 @@ def main() -> None:
         traceback.print_exc()
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
-        os._exit(0)  # libraries would tidy up for a second, and tell of it
+        os._exit(0)  # libraries' cleanup would take a second, and log lines
 
 
 if __name__ == "__main__":

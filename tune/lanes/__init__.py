@@ -1,1 +1,1 @@
-"""Worker groups that take trial after trial (Ray)."""
+"""Lanes: worker groups that run one trial after another (Ray)."""

@@ -1,8 +1,9 @@
-"""The mailbox between trials and lanes, an actor (Ray).
+"""The mailbox: the actor between trials and lanes (Ray).
 
-It hands out trials, and keeps what they report. It also owns what the sweep knows about
-which microbatches fit: running trials tell it what they found, each trial that starts
-is told the current bounds, and a trial that is known not to fit never starts.
+It hands out trials to lanes, and keeps the trials' reports. It also collects
+which microbatches fit: running trials tell it what they found, each trial that
+starts is told the current bounds, and a trial that is known not to fit never
+starts.
 """
 
 import asyncio
@@ -20,7 +21,14 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Begun
-from tune.lanes.queue import Event, Microbatches, Queue, Report, Roll, Submission
+from tune.lanes.queue import (
+    Event,
+    Microbatches,
+    Queue,
+    Report,
+    Roll,
+    Submission,
+)
 from tune.trials.record import BY_HAND
 from tune.trials.steering import Steering
 
@@ -37,7 +45,7 @@ class Mailbox:
     hold_s = 60.0
 
     def __init__(self, sweep: Storage | None = None) -> None:
-        """`sweep` is the directory that keeps the boundary; None keeps nothing."""
+        """`sweep` is the directory that stores the boundary; None: nothing is stored."""
         show_life()
         self._sweep = sweep
         self._arrived = asyncio.Condition()
@@ -47,7 +55,7 @@ class Mailbox:
         self._trials: dict[str, Submission] = {}
         """All submissions, by ticket."""
         self._running: dict[int, Submission] = {}
-        """What each lane runs."""
+        """The submission that each lane runs."""
         self._barriers: dict[str, Any] = {}
         """The barrier of each worker group, where its ranks synchronize."""
         self._closed = False
@@ -55,7 +63,7 @@ class Mailbox:
         self._expected = 0
         self._notes: list[str] = []
         self._reported: set[str] = set()
-        """Names of all that any trial has reported."""
+        """Names of all metrics that any trial has reported."""
         self._refusal: ConfigError | None = None
         """Why the sweep must end: it names a metric that no trial reports."""
 
@@ -69,8 +77,8 @@ class Mailbox:
     async def submit(self, assignment: Assignment) -> str:
         """Submit a trial, and return its ticket.
 
-        If an earlier actor of the trial died after submitting, or it was submitted
-        ahead, return that submission's ticket instead.
+        If the trial has a submission already, because an earlier actor of it
+        died or because it was submitted ahead, return that ticket instead.
         """
         for ticket, trial in self._trials.items():
             if trial.orphaned and trial.assignment.trial == assignment.trial:
@@ -79,7 +87,7 @@ class Mailbox:
         return await self._submit(Submission(assignment))
 
     async def submit_ahead(self, assignment: Assignment) -> None:
-        """Submit a trial whose Tune actor is still starting, if not done already."""
+        """Submit a trial whose actor is still starting, unless the trial is submitted."""
         if not self._submissions(assignment.trial):
             await self._submit(Submission(assignment, orphaned=True))
 
@@ -87,7 +95,7 @@ class Mailbox:
         assignment = trial.assignment
         self._trials[assignment.ticket] = trial
         trial.assignment = replace(assignment, refuge=self._refuge(trial))
-        await self._drop_checkpoints(trial)  # of a start that was cut off
+        await self._drop_checkpoints(trial)  # from a start that was cut off
         if self._broken is None:
             await self._enqueue(trial)
         else:
@@ -100,8 +108,11 @@ class Mailbox:
             return None
         if trial.assignment.keeps_state:
             return self._sweep.child("states", trial.assignment.trial)
-        # Of this submission alone: a driver that was killed may have left another's.
-        return self._sweep.child("lanes", trial.assignment.ticket.replace("/", "-"))
+        # Named by the ticket, because a driver that was killed may have left
+        # the state of another submission.
+        return self._sweep.child(
+            "lanes", trial.assignment.ticket.replace("/", "-")
+        )
 
     def _submissions(self, name: str) -> list[Submission]:
         """Return all submissions of a trial."""
@@ -119,24 +130,26 @@ class Mailbox:
         event = trial.events[index]
         if event.outcome is not None and not trial.told:
             deadline = time.monotonic() + self.hold_s
-            while self._open() < self._expected and time.monotonic() < deadline:
+            while (
+                self._open() < self._expected and time.monotonic() < deadline
+            ):
                 await asyncio.sleep(_LOOK_S)
             trial.told = True
         return event
 
     def _open(self) -> int:
-        """Return how many submissions' Tune actors have yet to hear of the end."""
+        """Return how many submissions have not ended, as far as Tune knows."""
         trials = self._trials.values()
         return sum(not trial.told and not trial.cancelled for trial in trials)
 
     async def expect(self, count: int) -> None:
-        """Hold back each trial's end until `count` submissions still wait for theirs.
+        """Hold back each trial's end until at least `count` submissions are open.
 
-        When a trial ends, Tune gives its actor to a trial whose own actor is still
-        starting, and drops the starting one; of two trials that end at once it drops
-        one. If trials are shorter than the start of an actor (3 s), Tune would keep
-        starting actors without ever having more of them. No end is held back for longer
-        than `hold_s`.
+        When a trial ends, Tune gives its actor to a trial whose own actor is
+        still starting, and drops the starting one; if two trials end at the
+        same time, Tune drops the actor of one. If trials are shorter than the
+        start of an actor (3 s), Tune would keep starting actors without ever
+        having more of them. No end is held back for longer than `hold_s`.
         """
         self._expected = count
 
@@ -149,17 +162,17 @@ class Mailbox:
                 await self._drop_checkpoints(trial)
 
     async def orphan(self, name: str) -> None:
-        """Note that a trial's Tune actor has died; its running submission goes on."""
+        """Note that a trial's Tune actor has died; the trial's submission continues."""
         for trial in self._submissions(name):
             trial.orphaned = trial.orphaned or not trial.cancelled
 
     async def heard(self, name: str) -> list[Event]:
-        """Return the events so far of the submission of a trial that has most."""
+        """Return a trial's events so far, from the submission that has the most."""
         found = [trial.events for trial in self._submissions(name)]
         return max(found, key=len, default=[])
 
     async def forget(self, name: str) -> None:
-        """Drop a submission (by ticket) or a trial's, whose end is in the journal."""
+        """Drop the submission with ticket `name`, or all of the recorded trial `name`."""
         running = self._running.values()
         for ticket, trial in list(self._trials.items()):
             is_heard = trial.told and trial.assignment.trial == name
@@ -184,8 +197,8 @@ class Mailbox:
         """Return what the terminal and the metrics show.
 
         Returns:
-            The lanes that are up, their trials with their newest reports, and the notes
-            from number `notes` on.
+            The lanes that are up, the running trials with their newest
+            reports, the notes from number `notes` on, and the refusal, if any.
         """
         running = {}
         for lane, trial in self._running.items():
@@ -203,7 +216,9 @@ class Mailbox:
 
     # Lanes
 
-    async def meet(self, group: str, method: str, *args: Any, **given: Any) -> Any:
+    async def meet(
+        self, group: str, method: str, *args: Any, **given: Any
+    ) -> Any:
         """Call a method of the barrier at which a worker group's ranks synchronize."""
         if group not in self._barriers:
             from tune.ray_internals import make_barrier
@@ -214,19 +229,22 @@ class Mailbox:
     async def hello(
         self, lane: int, device: str = "", rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Note that a worker of a lane has started; `device` is its device model.
+        """Note that a worker of a lane has started; `device` names the worker's device.
 
-        The lane is up once all of its workers have started; a trial that it ran before
-        was lost with the old group. `device` looks like "NVIDIA A10G, 22.5 GiB".
+        The lane is up once all of its workers have started. A trial that the
+        lane's previous worker group ran is lost. `device` looks like "NVIDIA
+        A10G, 22.5 GiB".
         """
         if self._lanes.has_started(lane, device, rank, num_ranks):
             await self.lost(lane)
             self._lanes.comes(lane)
 
-    async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
+    async def lost(
+        self, lane: int, cause: RunFailedError | None = None
+    ) -> None:
         """Record that a lane lost its workers, with the cause if known.
 
-        Its trial goes to the head of the queue.
+        The lane's trial goes to the head of the queue.
         """
         self._lanes.goes(lane)
         trial = self._running.pop(lane, None)
@@ -260,9 +278,10 @@ class Mailbox:
         """Take the next trial for a lane.
 
         Returns:
-            "close" when there will be no more trials; None when `wait_s` passed without
-            one, or when the lane has a new worker group: this call then came from a
-            dead worker, whose calls Ray does not end.
+            "close" when there will be no more trials; None when `wait_s`
+            passed without a trial, or when the lane has a new worker group. In
+            the latter case a dead worker made this call, and Ray does not end
+            such calls.
         """
         deadline = time.monotonic() + wait_s
         group = self._lanes.groups[lane]
@@ -270,7 +289,9 @@ class Mailbox:
             while not self._closed:
                 if self._lanes.groups[lane] != group:
                     return None
-                running = {trial.assignment.trial for trial in self._running.values()}
+                running = {
+                    trial.assignment.trial for trial in self._running.values()
+                }
                 trial = self._queue.next(lane, running)
                 if trial is not None:
                     return self._start(trial, lane)
@@ -286,7 +307,9 @@ class Mailbox:
         self._trials[trial.assignment.ticket] = trial
         self._running[lane] = trial
         trial.started = time.time()
-        assignment = replace(trial.assignment, attempt=trial.losses + trial.failures)
+        assignment = replace(
+            trial.assignment, attempt=trial.losses + trial.failures
+        )
         device = self._lanes.up.get(lane)
         if device:
             bounds = self._microbatches.bounds(trial, device)
@@ -295,7 +318,7 @@ class Mailbox:
         return assignment
 
     async def runs(self, lane: int, ticket: str) -> bool:
-        """Return whether a lane should still run a trial: no rank has ended it."""
+        """Return whether a lane should run a trial on: False once a rank has ended it."""
         trial = self._runs(lane, ticket)
         return trial is not None and not trial.ended
 
@@ -306,9 +329,10 @@ class Mailbox:
         return trial
 
     async def report(self, ticket: str, metrics: Tree) -> bool:
-        """Keep an evaluation of a running trial; return whether the trial should go on.
+        """Keep an evaluation of a running trial; return whether the trial continues.
 
-        Evaluations that a restarted trial reports a second time are not kept twice.
+        Evaluations that a restarted trial reports a second time are not kept
+        twice.
         """
         trial = self._trials[ticket]
         if metrics["step"] > trial.newest.get("step", -1.0):
@@ -319,7 +343,11 @@ class Mailbox:
     def _is_unwanted(self, trial: Submission) -> bool:
         """Return whether a trial should stop when it reports."""
         stopped = self._queue.steering.stopped
-        return trial.cancelled or self._closed or trial.assignment.trial in stopped
+        return (
+            trial.cancelled
+            or self._closed
+            or trial.assignment.trial in stopped
+        )
 
     async def report_part(
         self,
@@ -329,48 +357,63 @@ class Mailbox:
         num_ranks: int,
         row: dict[str, float],
         checkpoint: str | None,
-    ) -> bool:
-        """Keep a training function's report, once all of its ranks have brought a part.
+    ) -> bool | None:
+        """Keep a training function's report, once each rank has sent its part.
 
         Args:
             ticket: The submission that reports.
-            attempt: Which start of the trial reports; earlier ones are ignored.
+            attempt: The number of the start that reports; reports of earlier
+                starts are ignored.
             number: The number of the report, from 1 on.
             num_ranks: How many parts a report has.
             row: The metrics; empty except on rank 0.
-            checkpoint: The path of the checkpoint that this rank has stored, if any;
-                the trial continues from it if it is started again.
+            checkpoint: The path of the checkpoint that this rank has stored,
+                if any; a restart of the trial continues from it.
 
         Returns:
-            Whether the trial should go on. Identical on all ranks.
+            Whether the trial should continue, identical on all ranks; None if
+            this start of the trial has ended on another rank.
         """
-        trial = self._trials[ticket]
+        trial = self._trials.get(ticket)
+        if trial is None or not self._runs_start(trial, attempt):
+            return None
         report = trial.reports.setdefault((attempt, number), Report())
         report.num_parts += 1
         report.row = row or report.row
         report.checkpoint = checkpoint or report.checkpoint
-        # A rank of an earlier attempt, whose process is about to be ended, waits for
-        # others in vain.
-        if report.num_parts == num_ranks and attempt == trial.assignment.attempt:
+        # If the lane is lost, the ranks that wait here are about to be ended.
+        if report.num_parts == num_ranks:
             del trial.reports[attempt, number]
             report.goes_on.set_result(self._keep(trial, number, report))
         return await report.goes_on
 
+    def _runs_start(self, trial: Submission, attempt: int) -> bool:
+        """Return whether a start of a trial is running."""
+        return (
+            trial in self._running.values()
+            and not trial.ended
+            and trial.assignment.attempt == attempt
+        )
+
     def _keep(self, trial: Submission, number: int, report: Report) -> bool:
-        """Keep a complete report; return whether the trial should go on."""
-        # Otherwise it was kept before the trial was restarted.
+        """Keep a complete report; return whether the trial should continue."""
+        # A lower number was kept before the trial was restarted.
         if number > len(trial.events):
             trial.tell(Event(report.row))
         self._reported.update(report.row)
         if report.checkpoint is not None:
-            begun = Begun(number, report.checkpoint, report.row["train_time_s"])
+            begun = Begun(
+                number, report.checkpoint, report.row["train_time_s"]
+            )
             trial.assignment = replace(trial.assignment, begun=begun)
         target = trial.assignment.target
         is_met = target is not None and target.is_met(report.row)
         return not (is_met or self._is_unwanted(trial))
 
-    async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
-        """Record whether a microbatch fits; return once that is durable."""
+    async def observe(
+        self, lane: int, ticket: str, size: int, fits: bool
+    ) -> None:
+        """Record whether a microbatch fits; return once the record is durable."""
         device = self._lanes.known.get(lane)
         trial = self._trials.get(ticket)
         if not device or trial is None:
@@ -392,8 +435,8 @@ class Mailbox:
     ) -> None:
         """Note that a rank of a trial hangs.
 
-        The trial ends once every rank has reported where it hangs, or after `GRACE_S`,
-        when the first of them exits.
+        The trial ends once every rank has reported where it hangs, or after
+        `GRACE_S`, when the first of them exits.
         """
         hangs = self._trials[ticket].hangs
         hangs.append((failure, stack))
@@ -404,22 +447,30 @@ class Mailbox:
             await asyncio.sleep(_LOOK_S)
         cause = RunFailedError.first([hang for hang, _ in hangs])
         stacks = "\n".join(f"{hang.message}\n{stack}" for hang, stack in hangs)
-        outcome = {"status": "hung", "message": cause.message, "traceback": stacks}
+        outcome = {
+            "status": "hung",
+            "message": cause.message,
+            "traceback": stacks,
+        }
         await self.end(lane, ticket, outcome)
 
     async def end(self, lane: int, ticket: str, outcome: Tree) -> None:
         """Take the outcome of a trial on its lane, from the first rank that has one.
 
-        If the outcome has `smaller`, the trial is restarted with that microbatch; if
-        `again` is true, it is restarted because its process was killed from outside.
+        If the outcome has `smaller`, the trial is restarted with that
+        microbatch; if `again` is true, it is restarted because its process was
+        killed from outside.
         """
         trial = self._runs(lane, ticket)
         if trial is None or self._is_misnamed(trial, outcome):
             return
         del self._running[lane]
+        trial.drop_reports()
         smaller = outcome.pop("smaller", None)
         if smaller is not None:
-            trial.assignment = replace(trial.assignment, microbatch_ceiling=smaller)
+            trial.assignment = replace(
+                trial.assignment, microbatch_ceiling=smaller
+            )
             await self._enqueue(trial, first=True)
         elif outcome["status"] == "preempted":
             await self._hand_back(trial, lane, outcome["message"])
@@ -450,7 +501,7 @@ class Mailbox:
         return True
 
     async def _hand_back(self, trial: Submission, lane: int, why: str) -> None:
-        """Queue a trial that saved its state since its node will be taken away."""
+        """Queue a trial again that saved its state because its node is taken away."""
         refuge = trial.assignment.refuge
         if refuge is not None:
             trial.is_kept = True
@@ -459,7 +510,9 @@ class Mailbox:
             await self._drop_checkpoints(trial)
             return
         name = trial.assignment.trial
-        self.say(f"lane {lane}, trial {name}: {why}, and it goes on from there")
+        self.say(
+            f"lane {lane}, trial {name}: {why}; the trial continues from there"
+        )
         await self._enqueue(trial, first=True)
 
     async def _start_again(self, trial: Submission, outcome: Tree) -> None:
@@ -468,7 +521,7 @@ class Mailbox:
         why = outcome["message"]
         if trial.losses < MAX_LOSSES and outcome["status"] != "hung":
             who = f"lane {outcome['lane']}, trial {trial.assignment.trial}"
-            self.say(f"{who}: {why}, and it starts again")
+            self.say(f"{who}: {why}; the trial starts again")
             await self._enqueue(trial, first=True)
             return
         if trial.losses > 1:
@@ -477,11 +530,14 @@ class Mailbox:
 
     async def _finish(self, trial: Submission, outcome: Tree) -> None:
         stopped = self._queue.steering.stopped
-        if outcome["status"] == "stopped" and trial.assignment.trial in stopped:
+        if (
+            outcome["status"] == "stopped"
+            and trial.assignment.trial in stopped
+        ):
             outcome["message"] = BY_HAND
         trial.tell(Event(outcome=outcome))
         await self._drop_checkpoints(trial)
-        await self._notify()  # another submission of it may wait
+        await self._notify()  # another submission of the trial may wait
 
     async def _enqueue(self, trial: Submission, first: bool = False) -> None:
         self._queue.add(trial, first)
@@ -492,13 +548,18 @@ class Mailbox:
             self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
-        """Delete a trial's stored state, unless a longer training may start from it."""
+        """Delete a trial's stored state, unless a longer trial may continue from it."""
         assignment = trial.assignment
         if self._sweep is not None and trial.function is not None:
             await _delete(self._sweep.child("lanes", assignment.trial))
-        if assignment.refuge is None or not (trial.is_kept or assignment.keeps_state):
+        if assignment.refuge is None or not (
+            trial.is_kept or assignment.keeps_state
+        ):
             return
-        goes_on = not trial.ended or trial.outcome["status"] in ("done", "stopped")
+        goes_on = not trial.ended or trial.outcome["status"] in (
+            "done",
+            "stopped",
+        )
         if not (assignment.keeps_state and goes_on):
             trial.is_kept = False
             await _delete(assignment.refuge)

@@ -1,6 +1,7 @@
-"""A worker of a lane: has a process forked for each trial, and answers its calls (Ray).
+"""A worker of a lane: asks the zygote for a fork for each trial (Ray).
 
-The worker itself keeps no state of a trial, and does not import torch.
+The worker answers the fork's calls. It keeps no state of a trial, and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from tune.trials.record import placed
 _IDLE_S = 20.0  # an idle lane's ranks meet this often
 _LOOK_S = 0.5
 _CAUSE_S = 10.0
-"""How long a rank whose collective failed waits for another to say why."""
+"""How long a rank whose collective failed waits for another rank to report the cause."""
 _RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
 """Signals that come from outside: a trial that they ended is restarted."""
 
@@ -63,8 +64,8 @@ _RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
 class FunctionContext(TrainContext):
     """Ray's context of a worker, for one trial of a training function.
 
-    Reports go to the mailbox instead of Ray's controller, and checkpoints into a
-    directory of the trial's own.
+    Reports go to the mailbox instead of Ray's controller, and checkpoints into
+    the trial's own directory.
     """
 
     lane: Any = None
@@ -74,7 +75,7 @@ class FunctionContext(TrainContext):
     row: Any = None
     """The numbers that are being reported, as a row of the trial's curve.
 
-    Its step is the report's own number where the function has none.
+    If the function reports no `step`, the row's `step` is the report's number.
     """
 
     def report(
@@ -87,14 +88,17 @@ class FunctionContext(TrainContext):
     ) -> None:
         """Report as Ray does, but to the sweep, which may end the trial.
 
-        Checkpoints are stored before this returns, even if asked for asynchronously.
+        Checkpoints are stored before this returns, even if the function asks
+        for an asynchronous upload.
         """
         time_s = time.perf_counter() - self.began
         row = {"step": self.report_call_index + 1.0}
         for key, value in flatten_dict(metrics).items():
             if isinstance(value, np.ndarray) and value.ndim == 0:
                 value = value[()]
-            if isinstance(value, int | float | np.integer | np.floating | np.bool):
+            if isinstance(
+                value, int | float | np.integer | np.floating | np.bool
+            ):
                 row[str(key)] = float(value)
         self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:
@@ -107,9 +111,13 @@ class FunctionContext(TrainContext):
         self, checkpoint_dir_name: str | None = None
     ) -> str:
         # The same on all ranks.
-        return checkpoint_dir_name or f"checkpoint_{self.report_call_index:06d}"
+        return (
+            checkpoint_dir_name or f"checkpoint_{self.report_call_index:06d}"
+        )
 
-    def _wait_then_report(self, training_report: Any, report_call_index: int) -> None:
+    def _wait_then_report(
+        self, training_report: Any, report_call_index: int
+    ) -> None:
         stored = training_report.checkpoint
         self.current_report_index = report_call_index
         self.checkpoint = stored or self.checkpoint
@@ -123,6 +131,8 @@ class FunctionContext(TrainContext):
             row,
             stored and stored.path,
         )
+        if goes_on is None:
+            raise InterruptedError("another rank has ended the trial")
         if not goes_on:
             raise TrialStopped(0)
 
@@ -130,8 +140,8 @@ class FunctionContext(TrainContext):
 class FunctionTrial:
     """A trial of the user's own training function, in one rank of its lane.
 
-    The trial's process calls this object's methods. Those that are not defined here are
-    Ray's own, which run in the worker with the trial's context.
+    The trial's process calls this object's methods. Methods that are not
+    defined here are Ray's own, and run in the worker with the trial's context.
     """
 
     def __init__(
@@ -169,15 +179,17 @@ class FunctionTrial:
             This rank's outcome as plain data.
 
         Raises:
-            InterruptedError: another rank has ended the trial.
-            NoOutcomeError: its process has died.
+            InterruptedError: Another rank has ended the trial.
+            NoOutcomeError: The trial's process has died.
         """
         quiet_reports()
         clock_s = time.perf_counter()
         began = time.time()
         name = self._assignment.trial
         set_train_context(self._context)
-        spec = FunctionSpec(self._assignment.tree, self._path, f"trial {name}", "")
+        spec = FunctionSpec(
+            self._assignment.tree, self._path, f"trial {name}", ""
+        )
         try:
             fork = zygote.fork(
                 "tune.forks.function:run_function",
@@ -222,9 +234,13 @@ class FunctionTrial:
             self._lane.observe(self._assignment, size, fits)
 
 
-def _context(own: TrainContext, lane: Any, assignment: Assignment) -> FunctionContext:
+def _context(
+    own: TrainContext, lane: Any, assignment: Assignment
+) -> FunctionContext:
     """Return the worker's context, with the trial's name, config and checkpoint."""
-    given = {field.name: getattr(own, field.name) for field in fields(TrainContext)}
+    given = {
+        field.name: getattr(own, field.name) for field in fields(TrainContext)
+    }
     run = copy.copy(own.train_run_context.run_config)
     storage = copy.copy(own.storage_context)
     run.name = storage.experiment_dir_name = assignment.trial
@@ -247,16 +263,19 @@ class Asked(WorkerContext):
 
     def __init__(self, lane: Lane, assignment: Assignment) -> None:
         super().__init__(None, "lane")
-        self._asked_s = 0.0  # the lane has asked before it took the trial
+        # The lane asked about drained nodes just before it took the trial.
+        self._asked_s = 0.0
         self._lane = lane
         self._assignment = assignment
         self._used: dict[str, float] = {}
         """What this rank has used so far: a lower bound for the whole trial."""
 
-    def report(self, metrics: Tree) -> bool:  # type: ignore[override] # the process has decided who tells
-        """Send an evaluation to the mailbox; return whether the trial should go on."""
+    def report(self, metrics: Tree) -> bool:  # type: ignore[override] # only rank 0's process calls this
+        """Send an evaluation to the mailbox; return whether to continue the trial."""
         told = metrics | self._used
-        goes_on: bool = self._lane.tell("report", self._assignment.ticket, told)
+        goes_on: bool = self._lane.tell(
+            "report", self._assignment.ticket, told
+        )
         target = self._assignment.target
         if target is not None and target.is_met(metrics):
             return False
@@ -274,17 +293,17 @@ class Asked(WorkerContext):
     def preempted(self, elapsed_s: float) -> bool:
         """Return whether the lane's node will be taken away.
 
-        The trial then saves its state, and goes on in another lane.
+        The trial then saves its state, and continues in another lane.
         """
         return self._lane.may_drain and super().preempted(elapsed_s)
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Tell the mailbox what all ranks agreed on, or what did not fit on any rank."""
+        """Tell the mailbox whether a microbatch fits; only rank 0 reports that it does."""
         if self.rank == 0 or not fits:
             self._lane.observe(self._assignment, microbatch_size, fits)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """Tell the mailbox where this rank hangs: the trial ends here."""
+        """Tell the mailbox where this rank hangs; the trial then ends."""
         hang = self._assignment.ticket, failure, stack, self.world_size
         self._lane.tell("hung", self._lane.number, *hang)
 
@@ -305,7 +324,7 @@ class Lane:
         self._mailbox = loop_config["mailbox"]
         self.number: int = loop_config["lane"]
         self.may_drain: bool = loop_config["may_drain"]
-        """Whether Ray may say that the lane's node will be taken away."""
+        """Whether Ray may announce that the lane's node will be taken away."""
         self._of_function = loop_config["of_function"]
         hide_unassigned_gpus()
         self._place = Place(*own_ranks(), own_gpu())
@@ -314,8 +333,10 @@ class Lane:
         self._shown = f"{loop_config['sweep']}, lane {self.number}"
         run = f"{loop_config['sweep']}/lane-{self.number}"
         self.gauges = Gauges(run, self._place.rank)
-        # Where a function calls Ray, its process joins this cluster.
-        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        # If a function calls Ray, its process joins this cluster.
+        os.environ.setdefault(
+            "RAY_ADDRESS", ray.get_runtime_context().gcs_address
+        )
         self._preload = Preload(**loop_config["preload"])
         self._zygote = Zygote(loop_config["zygote"], self._preload)
 
@@ -330,7 +351,9 @@ class Lane:
     def serve(self) -> None:
         """Run trials until there are no more, or the lane's node will be taken away."""
         place = self._place
-        fork = self._zygote.fork("tune.forks.task:device_label", place.device_index)
+        fork = self._zygote.fork(
+            "tune.forks.task:device_label", place.device_index
+        )
         label = fork.serve(None)
         self.tell("hello", self.number, label, place.rank, place.world_size)
         while not (self.may_drain and is_leaving()):
@@ -348,11 +371,11 @@ class Lane:
         self._leave_node()
 
     def _take(self) -> tuple[Any, Place, list[Any]]:
-        """Take the next trial, once all ranks have reported the last one's end.
+        """Take the next trial, once all ranks have reported the end of the last trial.
 
         Returns:
-            The assignment, this rank's place in the trial's process group, and on rank
-            0 the listening socket at which the ranks meet.
+            The assignment, this rank's place in the trial's process group, and
+            on rank 0 the listening socket at which the ranks meet.
         """
         has_others = self._place.world_size > 1
         if has_others:
@@ -362,7 +385,9 @@ class Lane:
         if self._place.rank == 0:
             assignment = self.tell("take", self.number, _IDLE_S)
             address = ("", 0)
-            if isinstance(assignment, Assignment) and (has_others or self._of_function):
+            if isinstance(assignment, Assignment) and (
+                has_others or self._of_function
+            ):
                 server, host, port = listen()
                 files.append(server)
                 address = host, port
@@ -372,18 +397,20 @@ class Lane:
         assignment, (host, port) = taken
         return assignment, replace(self._place, address=host, port=port), files
 
-    def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
+    def _run(
+        self, assignment: Assignment, place: Place, files: list[int]
+    ) -> bool:
         """Run one trial, and tell the mailbox how it ended on this rank.
 
         Returns:
-            Whether the lane can go on, because its node is not being taken away.
+            Whether the lane can continue: its node is not being taken away.
         """
         self._show(assignment.trial)
         pressure = Pressure()
         forget_kernel_kills()
         try:
             outcome = self._fork(assignment, place, files)
-        except InterruptedError:  # another rank has ended it
+        except InterruptedError:  # another rank has ended the trial
             return True
         except NoOutcomeError as death:
             outcome = _death(death, place.rank)
@@ -400,20 +427,26 @@ class Lane:
     def _show(self, trial: str) -> None:
         """Show in Ray which trial this actor runs, by the name of a dummy task.
 
-        An actor's name cannot change, but Ray shows the actor's tasks beside it.
+        An actor's name cannot change, but Ray shows the actor's tasks beside
+        it.
         """
         own: Any = ray.get_runtime_context().current_actor
         own.execute.options(name=f"{self._shown}: trial {trial}").remote(int)
 
-    def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> Tree:
-        """Run a trial in a process of its own, and return its outcome."""
+    def _fork(
+        self, assignment: Assignment, place: Place, files: list[int]
+    ) -> Tree:
+        """Run a trial in its own process, and return its outcome."""
 
         def serve(fork: Fork, asked: Any) -> Tree:
             default_s = FailureConfig().hang_timeout_s
             failure = assignment.tree.get("failure", {})
             hang_timeout_s = failure.get("hang_timeout_s", default_s)
             outcome: Tree = fork.serve(
-                asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s
+                asked,
+                lambda: self._is_wanted(assignment),
+                _LOOK_S,
+                hang_timeout_s,
             )
             return outcome
 
@@ -430,7 +463,7 @@ class Lane:
         return serve(fork, Asked(self, assignment))
 
     def _is_wanted(self, assignment: Assignment) -> bool:
-        """Return whether the trial should go on here: no other rank has ended it."""
+        """Return whether the trial should continue: False once a rank has ended it."""
         if self._place.world_size == 1:
             return True
         return bool(self.tell("runs", self.number, assignment.ticket))
@@ -438,8 +471,8 @@ class Lane:
     def _leave_node(self) -> None:
         """Wait until Ray restarts the lane elsewhere, or the sweep is over.
 
-        Returning sooner would end the lane, and raising might restart it on the very
-        node that is being taken away.
+        Returning sooner would end the lane, and raising might restart it on
+        the very node that is being taken away.
         """
         self.tell("leave", self.number)
         while self.tell("take", self.number, _IDLE_S) != "close":
@@ -449,9 +482,10 @@ class Lane:
 def _death(death: NoOutcomeError, rank: int) -> Tree:
     """Return the outcome for a trial whose process ended without reporting one."""
     if death.code == HUNG_EXIT_CODE:
-        return {"status": "hung", "message": f"rank {rank} made no step"}
+        words = f"rank {rank} made no step within `failure.hang_timeout_s`"
+        return {"status": "hung", "message": words}
     if death.code == -signal.SIGSTOP:
-        why = "its process was stopped, and not continued"
+        why = "its process was stopped (SIGSTOP) and not continued"
         return {"status": "hung", "message": f"rank {rank}: {why}"}
     failure = death_of(rank, death.code)
     status = "error" if failure.status == "node_lost" else failure.status
@@ -460,10 +494,10 @@ def _death(death: NoOutcomeError, rank: int) -> Tree:
 
 
 class Pressure:
-    """Measures in what share of the time some work on this machine waited for a CPU.
+    """Measures the share of time in which some work on this machine waited for a CPU.
 
-    The time starts when this object is created; the source is Linux's pressure stall
-    information (PSI).
+    The time starts when this object is created; the source is Linux's pressure
+    stall information (PSI).
     """
 
     def __init__(self) -> None:
@@ -471,7 +505,7 @@ class Pressure:
         self._before_us = _waited_us()
 
     def share(self) -> float | None:
-        """Return the share, from 0 to 1, or None where Linux does not provide PSI."""
+        """Return the share, from 0 to 1, or None if Linux does not provide PSI."""
         elapsed_s = time.monotonic() - self._began_s
         now_us = _waited_us()
         if self._before_us is None or now_us is None or elapsed_s <= 0:

@@ -1,9 +1,10 @@
 """Ray's controller of a lane, which runs in the driver (Ray).
 
-For each run, Ray starts three actors: the controller, one where the ranks synchronize,
-and one that watches for drained nodes. Each is a Python process that has to import Ray
-before the first trial can start. A lane's controller is instead a thread of the driver,
-which lives as long as its lanes do, and the lane's ranks synchronize in the mailbox.
+For each run, Ray starts three actors: the controller, one where the ranks
+synchronize, and one that watches for drained nodes. Each is a Python process
+that has to import Ray before the first trial can start. A lane's controller is
+instead a thread of the driver, which lives as long as its lanes do, and the
+lane's ranks synchronize in the mailbox.
 """
 
 import asyncio
@@ -52,12 +53,13 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _MAKE_S = 10.0
-"""The longest that Ray takes to create a group that has room, on a busy machine."""
+"""The longest that Ray takes to create a group that fits, on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
 _NOWHERE = (
-    # an actor that manages the Ray datasets of the run; a lane is given none
+    # starts an actor that manages the run's Ray datasets; a lane has none
     DatasetsCallback,
-    # what a dead controller had reserved: it dies with the driver, and Ray frees that
+    # frees what a dead controller had reserved; a lane's controller dies with
+    # the driver, and then Ray frees the lane's resources
     PlacementGroupCleanerCallback,
     # lists the runs whose controllers are actors
     StateManagerCallback,
@@ -67,18 +69,23 @@ _NOWHERE = (
 def beside_driver() -> dict[str, Any]:
     """Return the options of an actor without a CPU, pinned to the driver's node.
 
-    Such an actor serves the whole sweep. By default Ray could place it on any node,
-    including a spot node, and the sweep would end when that node is taken away.
+    Such an actor serves the whole sweep. By default Ray could place it on any
+    node, including a spot node, and the sweep would end when that node is
+    taken away.
     """
     here = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
-    return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
+    return {
+        "num_cpus": 0,
+        "max_concurrency": 10_000,
+        "scheduling_strategy": here,
+    }
 
 
 @dataclass
 class NoGroup(BackendConfig):
-    """Replaces Ray's TorchConfig: the trials' processes form their process groups."""
+    """Replaces Ray's TorchConfig: trials' processes form process groups by themselves."""
 
     backend: str = "none"
     """Read by Ray's TorchTrainer."""
@@ -87,13 +94,14 @@ class NoGroup(BackendConfig):
 class LaneEnded(BaseException):
     """Raised in a lane that was told to end.
 
-    It is no Exception, because Ray's controller restarts the lane after an Exception.
+    It is not an Exception, because Ray's controller restarts the lane after an
+    Exception.
     """
 
 
 @dataclass(frozen=True)
 class Stub:
-    """Stands in for an actor of Ray's: forwards calls to another actor's method."""
+    """Stands in for one of Ray's actors: forwards calls to another actor's method."""
 
     actor: Any
     method: str
@@ -101,7 +109,7 @@ class Stub:
     """First argument of that method: identifies the worker group or lane."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle asks
+        if name.startswith("__"):  # pickle looks these up
             raise AttributeError(name)
 
         def call(*args: Any, **given: Any) -> Any:
@@ -143,10 +151,10 @@ class Room:
 
 
 def _free(group: PlacementGroup) -> None:
-    """Remove a placement group; if Ray is just creating it, wait for that first.
+    """Remove a placement group; if Ray is about to create it, wait until Ray has.
 
-    A group that is removed while Ray creates it would keep its CPUs reserved for as
-    long as its node lives (ray issue 64693).
+    A group that is removed while Ray creates it would keep its CPUs reserved
+    for as long as its node lives (ray issue 64693).
     """
     deadline = time.monotonic() + _MAKE_S
     while _is_being_made(group) and time.monotonic() < deadline:
@@ -172,23 +180,24 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Report the errors of failed ranks to the mailbox; called by Ray.
 
-        The mailbox then queues the lane's trial again at once, for any lane.
+        The mailbox then immediately queues the lane's trial again, for any
+        lane.
         """
         if errors := worker_group_status.errors:
             cause = RunFailedError.first(
                 [as_failure(rank, error) for rank, error in errors.items()]
             )
-            with contextlib.suppress(
-                ray.exceptions.ActorDiedError
-            ):  # the mailbox is gone, and so is the sweep
+            # If the mailbox is dead, the driver ends the sweep.
+            with contextlib.suppress(ray.exceptions.ActorDiedError):
                 ray.get(self._mailbox.lost.remote(self._lane, cause))
 
 
 class Unannounced(FixedScalingPolicy):
     """Ray's scaling policy for a group of fixed size, without its resource requests.
 
-    The requests serve an autoscaler and the elastic runs of other drivers, and an
-    embedded cluster has neither. They also start an actor, which the run waits for.
+    The requests serve an autoscaler and the elastic runs of other drivers, and
+    an embedded cluster has neither. They also start an actor, which the run
+    waits for.
     """
 
     def _send_resource_request(self) -> None:
@@ -209,14 +218,14 @@ class _LaneState(WorkerGroupState):
 
 
 class MeetingBuilder(WorkerGroupStateBuilder):
-    """Ray's builder of a group's state; its ranks meet in an actor that is up already."""
+    """Ray's builder of a group's state, with a barrier in an actor that is up already."""
 
     def __init__(self, meeting: Stub) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meeting = meeting
 
     def with_sync_actor(self, sync_actor: Any) -> "MeetingBuilder":
-        """Called by Ray with what it would have started."""
+        """Called by Ray; sets the existing barrier instead of the one that Ray passes."""
         self.sync_actor = self._meeting
         return self
 
@@ -226,12 +235,12 @@ class _StateBuilder(MeetingBuilder):
         return _LaneState(**vars(super().build()))
 
     def shutdown(self) -> None:
-        self.sync_actor = None  # it is the mailbox's
+        self.sync_actor = None  # the mailbox owns it
         super().shutdown()  # type: ignore[no-untyped-call]
 
 
 class _Nobody:
-    """Replaces the actor that Ray would start for the ranks to synchronize in."""
+    """Replaces the SynchronizationActor that Ray would start for each group."""
 
     @classmethod
     def options(cls, **options: Any) -> Any:
@@ -246,7 +255,7 @@ class OwnGroup(WorkerGroup):
     controller: Stub | None = None
     """Answers the questions of the training function."""
     shown = ""
-    """The name that Ray displays for the start of a worker's context."""
+    """The name that Ray displays for the call that sets a worker's context."""
 
     def _start_with(self, builder: WorkerGroupStateBuilder) -> None:
         module: Any = group_module
@@ -290,14 +299,16 @@ class LaneGroup(OwnGroup):
     def _create_placement_group(
         self, scaling_config: Any, worker_group_context: Any
     ) -> Any:
-        handle = super()._create_placement_group(scaling_config, worker_group_context)
+        handle = super()._create_placement_group(
+            scaling_config, worker_group_context
+        )
         self.room.hold(handle.placement_group)
         return handle
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        # In an embedded cluster, all workers have the driver's environment, so one that
-        # Ray has started in advance will do.
+        # In an embedded cluster, all workers have the driver's environment. So
+        # Ray may use a process that it has started in advance.
         if embedded():
             return {}
         return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
@@ -306,7 +317,9 @@ class LaneGroup(OwnGroup):
 class OwnController(TrainController):
     """Ray's controller, in a thread of this process."""
 
-    def __init__(self, group: type[WorkerGroup], announces: bool, **given: Any) -> None:
+    def __init__(
+        self, group: type[WorkerGroup], announces: bool, **given: Any
+    ) -> None:
         """`announces` says whether a group of fixed size requests its resources."""
         self.worker_group_cls = group
         policy = given["scaling_policy"]
@@ -325,7 +338,8 @@ class OwnController(TrainController):
         except BaseException:
             if (group := self.get_worker_group()) is not None:
                 group.abort()
-            # Otherwise Ray believes for 180 s that the group still needs its resources.
+            # Otherwise Ray believes for 180 s that the group still needs its
+            # resources.
             with contextlib.suppress(ray.exceptions.RayError):
                 self._scaling_policy._cancel_resource_request()
             raise
@@ -341,8 +355,8 @@ class LaneController(OwnController):
 
         RoomGroup.room = room
         self._room = room
-        # An embedded cluster needs no resource requests: Ray would start an actor for
-        # them.
+        # An embedded cluster needs no resource requests: Ray would start an
+        # actor for them.
         super().__init__(RoomGroup, not embedded(), **given)
 
     def _start_worker_group(self, *args: Any, **given: Any) -> Any:
@@ -364,14 +378,17 @@ def lane_trainer(room: Room) -> "type[TorchTrainer]":
 
     Modeled on DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
     """
-    # It needs torch, which the workers of lanes do without; they import this file.
+    # TorchTrainer imports torch. The lanes' workers import this file, and do
+    # not need torch.
     from ray.train.torch import TorchTrainer
 
     class LaneTrainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            callbacks = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc] # typed as in the first version of Ray Train
             return [
-                callback for callback in callbacks if not isinstance(callback, _NOWHERE)
+                callback
+                for callback in callbacks
+                if not isinstance(callback, _NOWHERE)
             ]
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:

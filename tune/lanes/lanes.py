@@ -1,11 +1,11 @@
 """Lanes: long-lived TorchTrainers whose workers run trial after trial (Ray).
 
-A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group
-serves trials until the mailbox closes; after a crash, Ray restarts the group and the
-lost trial is queued again.
+A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker
+group serves trials until the mailbox closes; after a crash, Ray restarts the
+group and the lost trial is queued again.
 
-Ray imports this file in the workers, which do not need torch. So this file must not
-import torch, which costs two seconds of CPU time at every start.
+Ray imports this file in the workers, which do not need torch. So this file
+must not import torch, which costs two seconds of CPU time at every start.
 """
 
 import contextlib
@@ -66,11 +66,11 @@ class Lanes:
     preload: Preload
     """What the zygotes import."""
     sweep: Storage
-    """The sweep's directory; Ray keeps its own records of the lanes below it."""
+    """The sweep's directory, in which Ray also keeps its records of the lanes."""
     num_at_once: int
-    """Lanes that may start at the same time."""
+    """How many lanes may start at the same time."""
     is_patient: bool
-    """Whether lanes after the first `num_at_once` wait twice as long to start."""
+    """Whether later lanes double their wait before they start (`_wait_for_turn`)."""
     of_function: bool = False
     """Whether trials are runs of a training function, not of a task."""
 
@@ -90,7 +90,10 @@ class Lanes:
         """Start lanes until there are `count`; return before their workers are up."""
         for lane in range(self.count, count):
             thread = threading.Thread(
-                target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
+                target=self._keep,
+                args=(lane,),
+                name=f"lane-{lane}",
+                daemon=True,
             )
             self._rooms.append(Room(self.mailbox, self.sweep.name, lane))
             self._threads.append(thread)
@@ -100,7 +103,8 @@ class Lanes:
         """Start no further lane, and end those that are not up yet.
 
         Returns:
-            The one lane that may go on starting because none is up, or an empty list.
+            A list of the one lane that may continue to start because no lane
+            is up; otherwise an empty list.
         """
         self._settled.set()
         up = self._up()
@@ -112,13 +116,14 @@ class Lanes:
         return kept
 
     def close(self, timeout_s: float = 45.0) -> None:
-        """End the lanes that are not up, and let the others end by themselves.
+        """End the lanes that are not up, and let the others finish.
 
         A lane that has not ended after `timeout_s` is ended by force.
         """
         self._settled.set()
         up = self._up()
-        # First, because these could otherwise take the resources that the others free.
+        # These end first: they could otherwise take the resources that the
+        # other lanes free.
         self._end([lane for lane in self._alive() if lane not in up])
         ray.get(self.mailbox.close.remote())
         self._ended.update(up)
@@ -128,8 +133,8 @@ class Lanes:
     def end(self) -> None:
         """End all lanes that still run, and free what they have reserved.
 
-        Afterwards no lane's thread calls Ray: such a call would end the process once
-        the connection to Ray is closed.
+        Afterwards no lane's thread calls Ray: such a call would end the
+        process once the connection to Ray is closed.
         """
         self._settled.set()
         self._end(self._alive())
@@ -139,7 +144,11 @@ class Lanes:
         return lanes
 
     def _alive(self) -> list[int]:
-        return [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
+        return [
+            lane
+            for lane, thread in enumerate(self._threads)
+            if thread.is_alive()
+        ]
 
     def _await(self, timeout_s: float) -> None:
         """Wait until all lanes have ended."""
@@ -152,7 +161,9 @@ class Lanes:
             if waited_s > _SAY_AFTER_S and not is_said:
                 is_said = True
                 logger.info(
-                    "waiting for lanes %s to end, %.0f s at most", alive, timeout_s
+                    "waiting for lanes %s to end, %.0f s at most",
+                    alive,
+                    timeout_s,
                 )
             self._threads[alive[0]].join(_LOOK_S)
 
@@ -162,7 +173,9 @@ class Lanes:
         deadline = time.monotonic() + _END_S
         while alive := [lane for lane in self._alive() if lane in lanes]:
             if time.monotonic() > deadline:
-                logger.warning("lanes %s do not end", alive)
+                logger.warning(
+                    "lanes %s have not ended after %.0f s", alive, _END_S
+                )
                 return
             if is_alive():
                 for lane in alive:
@@ -171,9 +184,8 @@ class Lanes:
 
     def _keep(self, lane: int) -> None:
         """Keep a worker group alive until the sweep closes; the lane's thread."""
-        with contextlib.suppress(
-            ray.exceptions.ActorDiedError
-        ):  # the mailbox is gone, and the driver says so
+        # If the mailbox has died, the driver reports that.
+        with contextlib.suppress(ray.exceptions.ActorDiedError):
             self._wait_for_turn(lane)
             if not self._settled.is_set():
                 self._keep_up(lane)
@@ -195,12 +207,12 @@ class Lanes:
                     ray.get(self.mailbox.close.remote(why))
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Wait until fewer than `num_at_once` of the lanes before it are starting.
+        """Wait until fewer than `num_at_once` of the earlier lanes are starting.
 
-        If `is_patient`, then wait the same time once more: a start costs as much as
-        many short trials. A lane that waits as long as a start takes loses at most half
-        of its time, and costs nothing if the sweep is over by then. No lane waits
-        forever for those before it.
+        If `is_patient`, then wait the same time once more: a start costs as
+        much as many short trials. A lane that waits as long as a start takes
+        loses at most half of its time, and costs nothing if the sweep ends
+        during the wait. No lane waits forever for the earlier lanes.
         """
         began = time.monotonic()
         deadline = began + _START_S * (lane // self.num_at_once)
@@ -213,7 +225,10 @@ class Lanes:
             if lane < self.num_at_once + num_before:
                 if self.is_patient:
                     self._settled.wait(
-                        min(time.monotonic() - began, deadline - time.monotonic())
+                        min(
+                            time.monotonic() - began,
+                            deadline - time.monotonic(),
+                        )
                     )
                 return
 
@@ -224,8 +239,8 @@ class Lanes:
             "mailbox": self.mailbox,
             "sweep": self.sweep.name,
             "of_function": self.of_function,
-            # A training function asks Ray for drains itself, and its ranks may do so a
-            # different number of times.
+            # All ranks must ask Ray for drains equally often. A training
+            # function asks by itself, and not always equally often.
             "may_drain": not (embedded() or self.of_function),
             "zygote": self.zygote,
             "preload": asdict(self.preload),

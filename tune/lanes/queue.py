@@ -1,4 +1,4 @@
-"""Trials in the mailbox: what each has told, which comes next, and what fits where."""
+"""Trials in the mailbox: their reports, which trial comes next, and what fits where."""
 
 import asyncio
 import functools
@@ -23,17 +23,20 @@ Bounds = tuple[int | None, int | None]
 
 @dataclass
 class Report:
-    """One report of a training function, put together from a part of each rank."""
+    """One report of a training function, put together from one part per rank."""
 
     num_parts: int = 0
     row: Row = field(default_factory=dict)
     """Rank 0's metrics."""
     checkpoint: str | None = None
     """The path of the checkpoint, if any rank has stored one."""
-    goes_on: asyncio.Future[bool] = field(
+    goes_on: asyncio.Future[bool | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Set once all parts have arrived: whether the trial should go on."""
+    """Set once all parts have arrived: whether the trial should continue.
+
+    None if a rank has ended the trial before.
+    """
 
 
 def new_ticket(name: str) -> str:
@@ -43,7 +46,7 @@ def new_ticket(name: str) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """A report of a running trial or, where `outcome` is set, its end."""
+    """A report of a running trial or, if `outcome` is set, the trial's end."""
 
     metrics: Tree = field(default_factory=dict)
     outcome: Tree | None = None
@@ -74,10 +77,10 @@ class Submission:
     reports: dict[tuple[int, int], Report] = field(default_factory=dict)
     """Incomplete reports, on which ranks wait, by attempt and report number."""
     is_kept: bool = False
-    """Whether its state lies in its refuge, because its node was taken away."""
+    """Whether its state is in its refuge, because its node was taken away."""
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
-    """Its boundary keys by device model, cached: slow to compute, and needed often."""
+    """Its boundary keys, by device; cached, because they are slow to compute."""
 
     @property
     def ended(self) -> bool:
@@ -86,26 +89,35 @@ class Submission:
 
     @property
     def outcome(self) -> Tree:
-        """How it ended."""
+        """How the trial ended."""
         return self.events[-1].outcome or {}
 
     @property
     def newest(self) -> Tree:
-        """Its newest report."""
-        reports = [event.metrics for event in self.events if event.outcome is None]
+        """The trial's newest report."""
+        reports = [
+            event.metrics for event in self.events if event.outcome is None
+        ]
         return reports[-1] if reports else {}
 
     @property
     def function(self) -> str | None:
-        """The training function that it runs, or None if it runs a task."""
+        """The training function that the trial runs, or None if it runs a task."""
         return self.assignment.tree.get("train_func")
 
     @property
     def may_fail(self) -> bool:
-        """Whether its training function may fail once more."""
+        """Whether the trial's training function may fail once more."""
         failure = self.assignment.tree.get("failure", {})
         allowed: int = failure.get("max_failures", 0)
         return allowed == -1 or self.failures < allowed
+
+    def drop_reports(self) -> None:
+        """Release the ranks that wait in vain: another rank has ended the trial."""
+        for report in self.reports.values():
+            if not report.goes_on.done():
+                report.goes_on.set_result(None)
+        self.reports.clear()
 
     def tell(self, event: Event) -> None:
         """Append an event, and wake its waiters; ignored once the trial has ended."""
@@ -119,22 +131,27 @@ class Submission:
         self.tell(Event(outcome={"status": status, "message": message}))
 
     def key(self, device: str) -> str:
-        """Return its key in the boundary for a device model."""
+        """Return the trial's key in the boundary, for a kind of device."""
         if device not in self.keys:
-            own = "cpu" if self.assignment.tree.get("device") == "cpu" else device
+            own = (
+                "cpu"
+                if self.assignment.tree.get("device") == "cpu"
+                else device
+            )
             self.keys[device] = key_of(self.assignment.tree, own)
         return self.keys[device]
 
     @functools.cached_property
     def smallest(self) -> int:
-        """The smallest microbatch with which it can train."""
+        """The smallest microbatch with which the trial can train."""
         return fixed_size(self.assignment.tree) or 1
 
 
 class Microbatches:
-    """The microbatch sizes that are known to fit or not; kept in the sweep's directory.
+    """The microbatch sizes known to fit or not to fit; kept in the sweep's directory.
 
-    In its methods, `device` is the model of a lane's devices, or empty if unknown yet.
+    The methods' argument `device` is the name of a lane's devices with their
+    memory, or empty if not known yet.
     """
 
     def __init__(self, sweep: Storage | None) -> None:
@@ -164,22 +181,26 @@ class Microbatches:
         why = f"one of {failed} ran out of memory ({_label(trial, device)})"
         return f"a {what} of {size} is not tried: {why}"
 
-    def observe(self, trial: Submission, device: str, size: int, fits: bool) -> bool:
-        """Record whether a microbatch fits; return whether that was not known before."""
+    def observe(
+        self, trial: Submission, device: str, size: int, fits: bool
+    ) -> bool:
+        """Record whether a microbatch fits; return whether this is news."""
         key = trial.key(device)
         is_news = self._boundary.fits(key, size) is not fits
         self._boundary.observe(key, size, fits)
         return is_news
 
     async def keep(self) -> str | None:
-        """Write what is known to storage; return why that failed, in words, if so."""
+        """Store what is known; if that fails, return the reason in words."""
         if self._sweep is None:
             return None
         async with self._writing:
             try:
-                await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
+                await asyncio.to_thread(
+                    write_boundary, self._sweep, self._boundary
+                )
             except StorageError as error:
-                return f"what is known of microbatches could not be kept: {error}"
+                return f"the microbatch sizes that are known to fit could not be stored: {error}"
         return None
 
 
@@ -194,23 +215,25 @@ class Roll:
 
     def __init__(self) -> None:
         self._coming: dict[int, dict[int, str]] = defaultdict(dict)
-        """By lane and rank, the models of device of the workers that have started."""
+        """The device of each worker that has started, by lane and rank."""
         self.up: dict[int, str] = {}
-        """The models of device of the lanes that are up."""
+        """The devices of the lanes that are up, by lane."""
         self.known: dict[int, str] = {}
-        """Device models of all lanes that are up or, while down, will come back."""
+        """The devices of all lanes that are up or will come back, by lane."""
         self.leaving: set[int] = set()
         """Lanes whose node is about to be taken away: they take no trials."""
         self.groups: Counter[int] = Counter()
-        """How often each lane has come up or gone down; a change marks a new group."""
+        """How often each lane has come up or gone down, to notice a new worker group."""
 
     @property
     def devices(self) -> list[str]:
-        """The distinct device models of all lanes that are up or will come back."""
+        """The different devices of all lanes that are up or will come back."""
         return sorted(set(self.known.values()))
 
-    def has_started(self, lane: int, device: str, rank: int, num_ranks: int) -> bool:
-        """Note that a worker has started; return whether all of its lane's have."""
+    def has_started(
+        self, lane: int, device: str, rank: int, num_ranks: int
+    ) -> bool:
+        """Note that a worker has started; return whether all workers of its lane have."""
         devices = self._coming[lane]
         devices[rank] = device
         return len(devices) == num_ranks
@@ -264,8 +287,10 @@ class Queue:
         self._sort()
 
     def drop_ended(self) -> None:
-        """Drop trials that are over, or that are now known not to fit on any lane."""
-        self._waiting = [trial for trial in self._waiting if not self._is_over(trial)]
+        """Drop trials that are over, or that are now known to fit on no lane."""
+        self._waiting = [
+            trial for trial in self._waiting if not self._is_over(trial)
+        ]
 
     def _sort(self) -> None:
         """Move the trials that a user wants first to the front, in the user's order."""
@@ -280,27 +305,32 @@ class Queue:
     def next(self, lane: int, running: Collection[str]) -> Submission | None:
         """Remove and return the first queued trial that may run and fit on a lane.
 
-        Trials that do not fit on this lane stay queued for lanes with another device.
+        Trials that do not fit on this lane stay queued for lanes with another
+        device.
 
         Args:
             lane: The number of the lane that asks.
             running: Names of the trials that are running, on any lane.
         """
-        # Lanes may have come back with another device since the trials were queued.
+        # Lanes may have come back with another device since the trials were
+        # queued.
         self.drop_ended()
         if self.steering.paused or lane in self._lanes.leaving:
             return None
         device = self._lanes.up.get(lane, "")
         for trial in self._waiting:
-            if trial.assignment.keeps_state and trial.assignment.trial in running:
-                continue  # an earlier submission of it, which writes to the same place
+            if (
+                trial.assignment.keeps_state
+                and trial.assignment.trial in running
+            ):
+                continue  # an earlier submission of the trial still runs, and writes to the same place
             if self._microbatches.why_not(trial, device) is None:
                 self._waiting.remove(trial)
                 return trial
         return None
 
     def _is_over(self, trial: Submission) -> bool:
-        """Return whether a trial is over; end it now if stopped or too large."""
+        """Return whether a trial is over; end it if it was stopped or cannot fit."""
         if trial.cancelled or trial.ended:
             return True
         if trial.assignment.trial in self.steering.stopped:

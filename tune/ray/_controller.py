@@ -1,10 +1,11 @@
 """Ray Train's controller on workers that outlive a trial.
 
-A trial's actor runs Ray's own TrainController in its process, with all of Ray's
-callbacks, policies and files. Only the worker group differs: it borrows the workers of
-a lane instead of starting an actor for each, and returns them instead of killing them.
-The ranks' barrier and their questions to the controller go through the pool. So a trial
-starts no actors of its own, and its function runs in a fork.
+A trial's actor runs Ray's own TrainController in its process, with all of
+Ray's callbacks, policies and files. Only the worker group differs: it borrows
+the workers of a lane instead of starting an actor for each worker, and returns
+them instead of killing them. The ranks' barrier and their questions to the
+controller go through the pool. So a trial starts no actors, and its function
+runs in a fork.
 """
 
 import asyncio
@@ -78,14 +79,16 @@ class LaneContext(TrainContext):
     def _sync_checkpoint_dir_name_across_ranks(
         self, checkpoint_dir_name: str | None = None
     ) -> str:
-        name: Any = super()._sync_checkpoint_dir_name_across_ranks(checkpoint_dir_name)
+        name: Any = super()._sync_checkpoint_dir_name_across_ranks(
+            checkpoint_dir_name
+        )
         if name is None:
             raise TrialStopped(0)
         return str(name)
 
 
 class LaneWorker(RayTrainWorker):
-    """Ray's worker, for trial after trial: each runs in a fork of the node's zygote."""
+    """Ray's worker, for many trials: each trial runs in a fork of the node's zygote."""
 
     def __init__(self, zygote: str, shown: str) -> None:
         """`shown` is the name that Ray displays for this actor."""
@@ -100,23 +103,24 @@ class LaneWorker(RayTrainWorker):
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
         """Set the context of a new trial; called by Ray before the function runs."""
         super().init_train_context(**given)
-        # Where a function calls Ray, its process joins this cluster.
-        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        # If a function calls Ray, its process joins this cluster.
+        os.environ.setdefault(
+            "RAY_ADDRESS", ray.get_runtime_context().gcs_address
+        )
         ray_context = get_train_context()
         own = {
             taken.name: getattr(ray_context, taken.name)
             for taken in fields(TrainContext)
         }
-        own["report_order_condition"] = (
-            threading.Condition()
-        )  # Ray's are of the process, and end with the first trial
+        # Ray has one of each per process, but each trial needs its own.
+        own["report_order_condition"] = threading.Condition()
         own["checkpoint_upload_threadpool"] = ThreadPoolExecutor(max_workers=1)
         set_train_context(LaneContext(**own))
 
     def poll_status(self) -> WorkerStatus:
         """Return the status once there is something new, or after a short wait.
 
-        Ray calls this again and again.
+        Ray calls this repeatedly.
         """
         deadline = time.monotonic() + _HEAR_S
         execution = get_train_context().execution_context
@@ -143,17 +147,17 @@ class LaneWorker(RayTrainWorker):
             execution.training_thread_runner.is_running()
             and time.monotonic() < deadline
         ):
-            with suppress(queue.Empty):  # so that a report can end
+            with suppress(queue.Empty):  # so that a waiting report can return
                 execution.result_queue.get(timeout=_LOOK_S)
         if execution.training_thread_runner.is_running():
-            raise TimeoutError("the training function still runs")
+            raise TimeoutError("the training function is still running")
         context.checkpoint_upload_threadpool.shutdown()
         set_train_context(None)
         set_train_fn_utils(None)
 
 
 class Answers:
-    """Answers a training function's calls by Ray's implementation, in the worker."""
+    """Answers a training function's calls with Ray's implementation, in the worker."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_train_fn_utils(), name)
@@ -168,7 +172,9 @@ def stops() -> bool:
     return bool(context.stopped.is_set())
 
 
-def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
+def own_place(
+    backend: str, timeout_s: float
+) -> tuple[Place, list[socket.socket]]:
     """Return this worker's place in its trial; on rank 0, also the listening socket."""
     ranks = own_ranks()
     files: list[socket.socket] = []
@@ -218,7 +224,9 @@ class LaneGroup(OwnGroup):
         wanted = self._worker_group_context
         run = self._train_run_context
         scaling: Any = run.scaling_config
-        env = self._get_worker_runtime_env(run.run_config.worker_runtime_env or {})
+        env = self._get_worker_runtime_env(
+            run.run_config.worker_runtime_env or {}
+        )
         labels = wanted.label_selector or []
         shape = Shape(
             wanted.num_workers,
@@ -231,9 +239,7 @@ class LaneGroup(OwnGroup):
         self.loan = ray.get(self.pool.borrow.remote(shape, borrower))
         lane = self.loan.lane
         session = _session()
-        self.shown = (
-            f"{session.experiment_name}, lane {lane}: trial {session.trial_name}"
-        )
+        self.shown = f"{session.experiment_name}, lane {lane}: trial {session.trial_name}"
         self.meeting = Stub(self.pool, "meet", lane)
         self.controller = Stub(self.pool, "ask", lane)
         try:
@@ -248,7 +254,11 @@ class LaneGroup(OwnGroup):
         return _BorrowedGroup(self.loan.group)
 
     def _create_workers(  # type: ignore[override]
-        self, num_workers: int, placement_group: Any, resources: Any, **given: Any
+        self,
+        num_workers: int,
+        placement_group: Any,
+        resources: Any,
+        **given: Any,
     ) -> list[Worker]:
         workers = [
             Worker(
@@ -261,7 +271,9 @@ class LaneGroup(OwnGroup):
         ]
         return list(self._assign_worker_ranks(workers))
 
-    def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
+    def poll_status(
+        self, timeout: float | None = None
+    ) -> WorkerGroupPollStatus:
         """Poll as Ray does, but with this file's timeout for the workers' answers."""
         return super().poll_status(_ANSWER_S)
 
@@ -278,7 +290,7 @@ class LaneGroup(OwnGroup):
 
 
 class LaneController(OwnController):
-    """The controller of a trial, in its actor's process."""
+    """The controller of a trial; it runs in the same process as the trial's actor."""
 
     def __init__(self, pool: Any, **given: Any) -> None:
         class TrialGroup(LaneGroup):
@@ -286,14 +298,16 @@ class LaneController(OwnController):
 
         TrialGroup.pool = pool
         self._answering: set[asyncio.Task[None]] = set()
-        super().__init__(TrialGroup, False, **given)  # the lane's group has asked
+        # No resource requests: the lane holds the resources already.
+        super().__init__(TrialGroup, False, **given)
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Poll without a pause: workers answer when they have something to report."""
         group: Any = self.get_worker_group()
         questions = await group.pool.questions.remote(group.loan.lane)
         for number, question in questions.items():
-            # A task of its own, since the answer may depend on the result of a poll.
+            # In a separate task, since the answer may depend on the result of
+            # a poll.
             task = asyncio.create_task(self._answer(group, number, *question))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
@@ -332,12 +346,15 @@ class _Reports(queue.Queue[Any]):
         self._num_taken = self._num_passed_on = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the callback goes to every worker, where nothing calls it.
         return (
             _Reports,
             (),
-        )  # a copy of the callback goes to every worker, where nothing calls it
+        )
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(
+        self, item: Any, block: bool = True, timeout: float | None = None
+    ) -> None:
         """Add a report, and wait until Tune has it, so that no later one overtakes it.
 
         Raises:
@@ -354,9 +371,8 @@ class _Reports(queue.Queue[Any]):
         """Get the next report; a further call means that Tune has the previous one."""
         self._num_passed_on = self._num_taken
         deadline = time.monotonic() + (timeout or 0.0)
-        while (
-            _session().result_queue.empty()
-        ):  # what the trial itself has reported is to be fetched first
+        # What the trial itself has reported comes first.
+        while _session().result_queue.empty():
             with suppress(queue.Empty):
                 item = super().get(block, _LOOK_S)
                 self._num_taken += 1
@@ -373,18 +389,23 @@ def reports_of_trial() -> Any:
 
 
 def report_in_process() -> None:
-    """Let Ray's TuneReportCallback report to this process without an actor between."""
+    """Let Ray's TuneReportCallback report to this process without an actor in between."""
     _session()._inter_actor_queue = _Reports()
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
     """Return Ray's callbacks without those that start actors that a lane does not need.
 
-    The callback for Ray datasets stays if the trial has any. The one that frees a dead
-    trial's resources is not needed, because the pool takes its lane back.
+    The callback for Ray datasets stays if the trial has any. The callback that
+    frees a dead trial's resources is not needed, because the pool takes back
+    the trial's lane.
     """
     needless = (
         PlacementGroupCleanerCallback,
         *([] if datasets else [DatasetsCallback]),
     )
-    return [callback for callback in callbacks if not isinstance(callback, needless)]
+    return [
+        callback
+        for callback in callbacks
+        if not isinstance(callback, needless)
+    ]

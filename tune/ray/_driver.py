@@ -1,14 +1,17 @@
-"""A trial's driver, in a process of its own (Ray).
+"""A trial's driver, in its own process (Ray).
 
-A driver is a function that makes a TorchTrainer and calls `fit`. The trials' actors and
-the lanes' workers import this file, so it must not import torch: that takes seconds,
-and their forks have torch already.
+A driver is a function that makes a TorchTrainer and calls `fit`. The trials'
+actors and the lanes' workers import this file, so it must not import torch:
+the import takes seconds, and only the forks, which already have torch, need it.
 """
 
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
+from multiprocessing.pool import (  # type: ignore[attr-defined] # (no stubs)
+    ExceptionWithTraceback,
+    RemoteTraceback,
+)
 from numbers import Number
 from typing import Any
 
@@ -57,12 +60,16 @@ class Reports:
 
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
-    """Call a pickled driver; return whether it failed, and its result or exception."""
+    """Call a pickled driver; return whether it failed, and its result or exception.
+
+    The exception arrives with the driver's traceback as its cause, because
+    pickling it drops its own.
+    """
     from trainers.on_ray.internals import read_token_again
     from tune.forks.function import as_new_process, picklable, unpickled
 
     as_new_process([])
-    read_token_again()  # the process that this was forked from may be older than Ray's
+    read_token_again()  # the zygote may be older than Ray's token
     session = DriverSession(channel)
     set_session(session)
     try:
@@ -70,39 +77,46 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None
-        cloudpickle.dumps(returned)  # what cannot be sent is an error of the driver
+        # A value that cannot be pickled counts as the driver's error.
+        cloudpickle.dumps(returned)
     except (SystemExit, StopIteration) as error:
-        # Raised in Ray's thread, it would look like an end without an error.
+        # Ray's thread would take these exceptions for an end without an error.
         words = f"the driver raised {type(error).__name__}: {error}"
-        return (True, RuntimeError(words))
+        failure: BaseException = RuntimeError(words)
+        return (True, ExceptionWithTraceback(failure, error.__traceback__))
     except (Exception, KeyboardInterrupt) as error:
-        return (True, picklable(error))
+        failure = picklable(error)
+        return (True, ExceptionWithTraceback(failure, error.__traceback__))
     return (False, returned)
 
 
 def _report_all(session: DriverSession, yielded: Iterable[Any]) -> None:
     """Report what a driver yields, as Ray does: mappings or single numbers."""
     for value in yielded:
-        metrics = {DEFAULT_METRIC: value} if isinstance(value, Number) else value
+        metrics = (
+            {DEFAULT_METRIC: value} if isinstance(value, Number) else value
+        )
         if value:
             session.report(metrics)
 
 
 class Asked:
-    """Answers, in a trial's actor, the calls of the driver's process."""
+    """What the driver's process can call in its trial's actor."""
 
     def __init__(self, pool: Any, zygote: str) -> None:
         self._pool = pool
         self._zygote = zygote
 
-    def fit(self, function: bytes, given: Tree, backend: str, timeout_s: float) -> Any:
+    def fit(
+        self, function: bytes, given: Tree, backend: str, timeout_s: float
+    ) -> Any:
         """Train on the workers of a lane, and return Ray's result.
 
         Args:
-            function: Pickled: the training function with its configuration, a callable
-                without arguments.
+            function: The pickled training function with its configuration: a
+                callable without arguments.
             given: The other arguments of the TorchTrainer.
-            backend: Of the ranks' process group.
+            backend: Backend of the ranks' process group.
             timeout_s: How long a rank waits for the others in a collective.
         """
         forked = ForkedFunction(function, self._zygote, backend, timeout_s)
@@ -142,7 +156,7 @@ class _InLane(DataParallelTrainer):
 class ForkedFunction:
     """A training function that runs in a fork of its node's zygote.
 
-    The worker that calls it answers the calls of the fork.
+    While it runs, the worker that called it answers the fork's calls.
     """
 
     function: bytes

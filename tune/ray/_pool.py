@@ -1,8 +1,9 @@
 """The pool of lanes: an actor that lends groups of warm workers to trials (Ray).
 
-A lane is a placement group and the worker processes in it, which keep no state of a
-trial. A trial borrows a lane of the shape that it needs, and gives it back. If one of
-the lane's workers does not answer then, the pool ends the lane.
+A lane is a placement group and the worker processes in it, which keep no state
+of a trial. A trial borrows a lane of the shape that it needs, and gives it
+back. If one of the lane's workers does not answer when the lane is given back,
+the pool ends the lane.
 """
 
 import asyncio
@@ -67,20 +68,20 @@ class Lane:
     placed: asyncio.Future[Any]
     """Done once Ray has placed the group on nodes."""
     since: float
-    """When it began to start, came up, or was last given back."""
+    """When the lane began to start, came up, or was last given back."""
     actors: list[Any] = field(default_factory=list)
-    """The handle of each worker's actor; empty until it is started."""
+    """The handle of each worker's actor; empty until the workers are started."""
     workers: list[tuple[Any, "ActorMetadata"]] = field(default_factory=list)
     barrier: Any = None
-    """Where its ranks synchronize; a new one for each trial."""
+    """Where the lane's ranks synchronize; each trial gets a new barrier."""
     asked: int = 0
     questions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     """Questions to the trial's controller that it has not fetched yet, by number."""
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     is_up: bool = False
     borrower: str | None = None
-    """ID of the actor that has borrowed it; empty while the workers end its trial; None
-    if it is free or not up yet.
+    """ID of the actor that has borrowed the lane; empty while the workers end
+    that actor's trial; None if the lane is free or not up yet.
     """
     stopping: bool = False
 
@@ -155,11 +156,13 @@ class Pool:
         return f"{self._sweep}, pool"
 
     async def borrow(self, shape: Shape, borrower: str) -> Loan:
-        """Lend an actor a lane of this shape: a free one, or the next to be free."""
+        """Lend an actor a lane of this shape: a free one, or the next that is free."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
-        wish = Wish(shape, borrower, asyncio.get_running_loop().create_future())
+        wish = Wish(
+            shape, borrower, asyncio.get_running_loop().create_future()
+        )
         if (lane := self._free(wish)) is not None:
             return self._lend(lane, wish)
         self._waiting.append(wish)
@@ -170,10 +173,13 @@ class Pool:
         """Take a lane back; `stop` ends its running function at the next report."""
         self._take_back(self._lanes[number], stop)
 
-    async def meet(self, number: int, method: str, *args: Any, **given: Any) -> Any:
+    async def meet(
+        self, number: int, method: str, *args: Any, **given: Any
+    ) -> Any:
         """Call a method of the barrier at which a lane's ranks synchronize.
 
-        For a report, the result is None on all ranks if their trial is to stop.
+        For a report, the result is None on all ranks if their trial is to
+        stop.
         """
         lane = self._lanes[number]
         is_report = given.get("caller_method_name") == "ray.train.report"
@@ -187,7 +193,9 @@ class Pool:
 
     async def ask(self, number: int, *question: Any) -> Any:
         """Ask the controller of a lane's trial, and wait for its answer."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = (
+            asyncio.get_running_loop().create_future()
+        )
         lane = self._lanes[number]
         lane.asked += 1
         lane.questions[lane.asked] = question
@@ -212,10 +220,11 @@ class Pool:
     async def may_leave(self, actor: str) -> bool:
         """Return whether a trial may end now that its driver has ended.
 
-        Tune gives an ended trial's actor to a trial whose own actor is still starting,
-        and drops the starting one. If trials are shorter than the start of an actor,
-        Tune would keep starting actors without ever having more of them. So the first
-        trials wait until as many have begun as `expect` was told.
+        Tune gives an ended trial's actor to a trial whose own actor is still
+        starting, and drops the starting one. If trials are shorter than the
+        start of an actor, Tune would keep starting actors without ever having
+        more of them. So an ended trial waits until as many drivers are running
+        as `expect` was told.
         """
         if len(self._inside) < self._expected:
             return False
@@ -227,13 +236,13 @@ class Pool:
         self._expected = count
 
     async def state(self) -> dict[str, Any]:
-        """Return how far the lanes are.
+        """Return the state of the lanes.
 
         Returns:
-            How many lanes are up (`up`), how many the cluster can hold (`most`), how
-            long the last start took (`start_s`), how long ago the first lane was lent
-            (`serving_s`), and how long ago the last one came up (`last_up_s`), all in
-            seconds.
+            How many lanes are up (`up`) and how many the cluster can hold
+            (`most`). In seconds: how long the last start took (`start_s`), how
+            long ago the first lane was lent (`serving_s`), and how long ago
+            the last lane came up (`last_up_s`).
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = 1
@@ -254,10 +263,12 @@ class Pool:
     async def close(self) -> list[str]:
         """End all lanes; return the reasons why some had to restart earlier.
 
-        Lanes that are not placed yet go first: otherwise Ray would place one as soon as
-        another frees its resources.
+        Lanes that are not placed yet end first: otherwise Ray would place one
+        of them as soon as another lane frees its resources.
         """
-        for lane in sorted(self._lanes.values(), key=lambda lane: lane.placed.done()):
+        for lane in sorted(
+            self._lanes.values(), key=lambda lane: lane.placed.done()
+        ):
             await self._end(lane)
         return self._restarts
 
@@ -268,7 +279,11 @@ class Pool:
 
     def _free(self, wish: Wish) -> Lane | None:
         for lane in self._lanes.values():
-            if lane.is_up and lane.borrower is None and lane.shape == wish.shape:
+            if (
+                lane.is_up
+                and lane.borrower is None
+                and lane.shape == wish.shape
+            ):
                 return lane
         return None
 
@@ -290,7 +305,9 @@ class Pool:
 
     def _start_wanted(self) -> None:
         """Start lanes for waiting trials that no starting or settling lane covers."""
-        coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
+        coming = Counter(
+            lane.shape for lane in self._lanes.values() if not lane.is_up
+        )
         settling = Counter(
             lane.shape
             for lane in self._lanes.values()
@@ -305,7 +322,7 @@ class Pool:
                 self._begin(wish.shape)
 
     def _begin(self, shape: Shape) -> None:
-        """Begin to start a lane."""
+        """Reserve a lane's resources, and start it in the background."""
         group = reserve(shape)
         placed = asyncio.ensure_future(group.ready())
         lane = Lane(self._count, shape, group, placed, time.monotonic())
@@ -320,7 +337,9 @@ class Pool:
             if lane.number not in self._lanes:
                 return
             shown = f"{self._sweep}, lane {lane.number}"
-            lane.actors = start_workers(lane.shape, lane.group, self._zygote, shown)
+            lane.actors = start_workers(
+                lane.shape, lane.group, self._zygote, shown
+            )
             calls = [actor.get_metadata.remote() for actor in lane.actors]
             places = await asyncio.gather(*calls)
         except Exception as error:
@@ -350,7 +369,9 @@ class Pool:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
                 borrower = lane.borrower
-                if not borrower or not await asyncio.to_thread(is_dead, borrower):
+                if not borrower or not await asyncio.to_thread(
+                    is_dead, borrower
+                ):
                     continue
                 if lane.borrower == borrower:
                     self._take_back(lane, stop=True)
@@ -359,7 +380,7 @@ class Pool:
                     self._inside.discard(actor)
 
     def _serve(self) -> None:
-        """Lend free lanes to trials that wait for their shapes, first come first."""
+        """Lend free lanes to waiting trials of the same shape, the longest wait first."""
         for wish in list(self._waiting):
             if (lane := self._free(wish)) is not None:
                 self._waiting.remove(wish)
@@ -379,12 +400,16 @@ class Pool:
     async def _settle(self, lane: Lane) -> None:
         """Have each worker end the trial's function; end the lane if one fails to."""
         try:
-            calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
+            calls = [
+                actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers
+            ]
             await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            # Otherwise the lane was ended in the meantime, with all others.
+            # If the lane is not listed, all lanes were ended in the meantime.
             if lane.number in self._lanes:
-                why = f"a worker died or did not answer: {type(error).__name__}"
+                why = (
+                    f"a worker died or did not answer: {type(error).__name__}"
+                )
                 logger.warning("lane %d starts again: %s", lane.number, why)
                 self._restarts.append(why)
                 await self._end(lane)
@@ -402,7 +427,7 @@ class Pool:
         for actor in lane.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        # Removed while Ray makes it, a group would keep its processors for as long as
-        # the node lives (ray issue 64693).
+        # A group that is removed while Ray creates it would keep its CPUs
+        # reserved for as long as the node lives (ray issue 64693).
         await asyncio.wait([lane.placed], timeout=_MAKE_S)
         remove_placement_group(lane.group)

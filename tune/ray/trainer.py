@@ -17,16 +17,16 @@ _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Takes the place of `ray.train.torch.TorchTrainer`.
+    """Replaces `ray.train.torch.TorchTrainer`.
 
-    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that
-    are up; anywhere else it is Ray's own.
+    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on the
+    workers of a lane; anywhere else, it is Ray's own `fit`.
     """
 
     def fit(self) -> Any:
-        """As Ray's."""
+        """Train as Ray's `fit` does, and return its result."""
         ask = getattr(get_session(), "ask", None)
-        if ask is None or self.running_in_local_mode:  # type: ignore[attr-defined] # Ray's first version is typed
+        if ask is None or self.running_in_local_mode:  # type: ignore[attr-defined] # typed as in the first version of Ray Train
             return super().fit()
         own: Any = self
         given = {
@@ -44,8 +44,8 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 def with_own_name(run_config: Any) -> Any:
     """Return a RunConfig whose run has a unique name.
 
-    With Ray's default name, a run would continue from the checkpoints of another trial
-    that began in the same second.
+    With Ray's default name, a run would continue from the checkpoints of
+    another trial that began in the same second.
     """
     if _NAME_BY_RAY.fullmatch(run_config.name):
         run_config = copy.copy(run_config)

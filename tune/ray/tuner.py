@@ -34,18 +34,21 @@ from tune.ray_internals import without_tags
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
-"""How long a trial that has ended waits at most for others to begin."""
+"""The longest that an ended trial waits for others to begin."""
 _WAIT_S = 0.02
 _END_S = "60"
 """How many seconds Tune waits for the end of a stopped trial.
 
-Tune gives the actor to the next trial, and fails that trial if the end takes longer.
-Tune's default of 2 s may be too short on a busy machine.
+Tune gives the stopped trial's actor to the next trial, and fails the next trial
+if the stopped one takes longer to end. Tune's default of 2 s may be too short
+on a busy machine.
 """
 _PAYS = 4.0
-"""More lanes start only if the remaining trials take this many times a lane's start.
+"""More lanes start only if the remaining trials take this many times a lane's
+start.
 
-A start slows the running trials; twice as many lanes then halve the remaining time.
+A start slows the running trials; twice as many lanes then halve the remaining
+time.
 """
 _PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
 """Schedulers that work even if only one trial runs at a time.
@@ -57,7 +60,7 @@ _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 
 
 def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
-    """Return a trainable for Tune that runs the driver in a fork, trainers in lanes.
+    """Return a trainable for Tune: it runs a driver in a fork, and trainers in lanes.
 
     Args:
         driver: The function that makes a trainer and calls `fit`.
@@ -68,9 +71,10 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
     def run(config: Tree) -> Any:
         lanes: Any = ray.get_actor(pool)
         actor = str(ray.get_runtime_context().get_actor_id())
+        # If the driver calls Ray, its process joins this cluster.
         os.environ.setdefault(
             "RAY_ADDRESS", ray.get_runtime_context().gcs_address
-        )  # where the driver calls Ray
+        )
         os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", _END_S)
         report_in_process()
         sys.unraisablehook = without_exits
@@ -82,10 +86,12 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
             has_failed, returned = fork.serve(
                 Asked(lanes, pool), lambda: not is_stopped(), look_s=0.1
             )
+        # Tune would report a returned value, but takes no more reports of this
+        # trial.
         except (
             TrialStopped,
             InterruptedError,
-        ):  # what returns is reported, and Tune takes no report of it any more
+        ):
             raise TrialStopped(0) from None
         except BaseException:
             _wait_for_others(lanes, actor)
@@ -101,16 +107,17 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
 
 
 def without_exits(unraisable: Any) -> None:
-    """Say nothing of an exit that Python cannot raise.
+    """Ignore an exit that Python cannot raise.
 
-    Ray ends a trial's actor by a SIGTERM, whose SystemExit may come in a collection.
+    Ray ends a trial's actor by a SIGTERM, whose SystemExit may be raised
+    during garbage collection.
     """
     if not isinstance(unraisable.exc_value, SystemExit):
         sys.__unraisablehook__(unraisable)
 
 
 def _wait_for_others(pool: Any, actor: str) -> None:
-    """Wait until a trial whose driver has ended may end as well."""
+    """Delay the end of a trial whose driver has ended until enough drivers are running."""
     deadline = time.monotonic() + _HOLD_S
     while not ray.get(pool.may_leave.remote(actor)):
         if is_stopped() or time.monotonic() > deadline:
@@ -123,7 +130,7 @@ def _new_name() -> str:
 
 
 class Tuner(tune.Tuner):
-    """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
+    """Replaces `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
     A function without a TorchTrainer runs as Ray runs it.
     """
@@ -155,7 +162,9 @@ class Tuner(tune.Tuner):
             **given,
         )
 
-    def _drive(self, driver: Any, pool: str, tune_config: Any, run_config: Any) -> None:
+    def _drive(
+        self, driver: Any, pool: str, tune_config: Any, run_config: Any
+    ) -> None:
         """Set up this tuner to run a driver's trials in the lanes of a pool."""
         self._driver = driver
         self._pool_name = pool
@@ -167,20 +176,24 @@ class Tuner(tune.Tuner):
     def restore(  # type: ignore[override]
         cls, path: str, trainable: Any, **given: Any
     ) -> Self:
-        """As Ray's: go on with the trials of a sweep that was cut off."""
+        """Continue the trials of a sweep that was cut off, as Ray's `restore` does."""
         drives = makes_trainer(trainable)
         pool = _new_name()
         driver = trainable
         if drives:
             trainable = in_lanes(driver, pool)
-        internal: Any = tune.Tuner.restore(path, trainable, **given)._local_tuner
+        internal: Any = tune.Tuner.restore(
+            path, trainable, **given
+        )._local_tuner
         restored = cls(_tuner_internal=internal)
         if drives:
-            restored._drive(driver, pool, internal._tune_config, internal._run_config)
+            restored._drive(
+                driver, pool, internal._tune_config, internal._run_config
+            )
         return restored
 
     def fit(self) -> tune.ResultGrid:
-        """As Ray's. The lanes end with it."""
+        """Run the trials as Ray's `fit` does, then end the lanes."""
         if self._driver is None:
             return super().fit()
         with (
@@ -217,7 +230,8 @@ class _Pace(tune.Callback):
         self._first_ended = self._looked
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (tune.Callback, ())  # Tune pickles its callbacks
+        # Tune pickles its callbacks; for this one, it gets one that does nothing.
+        return (tune.Callback, ())
 
     def limit(self, config: tune.TuneConfig) -> None:
         """Control how many trials run at a time, unless the scheduler compares them."""
@@ -225,15 +239,20 @@ class _Pace(tune.Callback):
             return
         search: Any = config.search_alg or BasicVariantGenerator()
         most = int(
-            config.max_concurrent_trials or getattr(search, "max_concurrent", None) or 0
+            config.max_concurrent_trials
+            or getattr(search, "max_concurrent", None)
+            or 0
         )
-        if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
+        if isinstance(search, Searcher) and not isinstance(
+            search, ConcurrencyLimiter
+        ):
             search = ConcurrencyLimiter(search, max_concurrent=1)
         if not hasattr(search, "max_concurrent"):
             return
+        # Stored in the search, which a restored sweep loads.
         self._most = search.most_at_once = getattr(
             search, "most_at_once", most
-        )  # kept for a restore
+        )
         search.max_concurrent = 1
         config.search_alg = search
         config.max_concurrent_trials = None
@@ -242,12 +261,18 @@ class _Pace(tune.Callback):
             sys.maxsize if config.num_samples == -1 else config.num_samples
         )
 
-    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+    def on_step_begin(
+        self, iteration: int, trials: list[Any], **info: Any
+    ) -> None:
         """Allow more trials at a time if that pays; called by Tune in its loop."""
         now = time.monotonic()
         has_begun = any(trial.status != Trial.PENDING for trial in trials)
         # The pool may still be starting, and Tune's loop would wait for it.
-        if self._search is None or not has_begun or now - self._looked < _LOOK_S:
+        if (
+            self._search is None
+            or not has_begun
+            or now - self._looked < _LOOK_S
+        ):
             return
         self._looked = now
         pool: Any = ray.get_actor(self._pool_name)
@@ -256,18 +281,22 @@ class _Pace(tune.Callback):
         ended = sum(trial.is_finished() for trial in trials)
         if not ended:
             self._first_ended = now
-        # The first trials start new processes, so their duration means nothing until as
-        # much time has passed as a lane takes to start.
+        # The first trials start new processes, so their duration means nothing
+        # until as much time has passed as a lane takes to start.
         if (
             state["up"] < count
             or min(state["serving_s"], state["last_up_s"]) < state["start_s"]
         ):
             return
-        left_s = state[
-            "serving_s"
-        ]  # the first takes longer than any other: how long those take is not known yet
+        # The first trial is the slowest, and the others' time is not known
+        # yet.
+        left_s = state["serving_s"]
         if ended > 1:
-            left_s = (self._total() - ended) * (now - self._first_ended) / (ended - 1)
+            left_s = (
+                (self._total() - ended)
+                * (now - self._first_ended)
+                / (ended - 1)
+            )
         more = min(2 * count, self._most or state["most"], state["most"])
         if more > count and left_s >= _PAYS * state["start_s"]:
             self._search.max_concurrent = more
@@ -282,7 +311,9 @@ class _Pace(tune.Callback):
 
     def _total(self) -> int:
         """Return how many trials there will be."""
-        return int(getattr(self._search, "total_samples", 0) or self._num_samples)
+        return int(
+            getattr(self._search, "total_samples", 0) or self._num_samples
+        )
 
     def _expect(self, num_trials: int) -> None:
         """Tell the pool to hold trials' ends back while more trials are to come."""
@@ -317,7 +348,8 @@ def makes_trainer(driver: Any) -> bool:
             with contextlib.suppress(ValueError):  # it is empty
                 used.append(cell.cell_contents)
         for module in filter(inspect.ismodule, list(used)):
-            # Not by `getattr`, because some modules import what they are asked for.
+            # Not by `getattr`, because some modules import what they are asked
+            # for.
             used += [vars(module).get(name) for name in names]
         pending += filter(callable, used)
     return False

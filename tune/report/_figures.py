@@ -29,11 +29,27 @@ from tune.report.words import (
 from tune.search.finalists import finals
 from tune.trials.record import Interval, Records, TrialRecord, value_of
 
-_VARIABLES = ("fg", "muted", "bad", "grid", "card", "s1", "s2", "s3", "s4", "s5", "s6")
-_COLORS = {f"#0a0b{at:02}": f"var(--{name})" for at, name in enumerate(_VARIABLES)}
-"""The page's CSS variables, by the placeholder colours that stand for them in drawings.
+_VARIABLES = (
+    "fg",
+    "muted",
+    "bad",
+    "grid",
+    "card",
+    "s1",
+    "s2",
+    "s3",
+    "s4",
+    "s5",
+    "s6",
+)
+_COLORS = {
+    f"#0a0b{at:02}": f"var(--{name})" for at, name in enumerate(_VARIABLES)
+}
+"""The page's CSS variables, by the placeholder colours that stand for them in
+drawings.
 
-`Canvas.figure` replaces the placeholders; figures.mplstyle uses some of them, too.
+`Canvas.figure` replaces the placeholders; figures.mplstyle uses some of them,
+too.
 """
 _FG, _, _BAD, _, _, *_SERIES = _COLORS
 _MARKERS = "os^DvP"
@@ -41,11 +57,11 @@ _MARKERS = "os^DvP"
 _STYLE = ["default", str(Path(__file__).with_name("figures.mplstyle"))]
 
 _SIZE_IN = (4.2, 2.7)
-_LEGEND_CHARS = 52  # as many as there is room for in one row
-_ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
+_LEGEND_CHARS = 52  # as many as fit in one row
+_ROW = 0.09  # height of a row of out-of-memory marks, as a share of the axes' height
 _MOST_TICKS = 9
-_TICK_CHARS = 6  # of a name that stands upright below the axes
-_MOST_CHARS = 26  # of a name beside an axis
+_TICK_CHARS = 6  # longest name below the axes that is not rotated
+_MOST_CHARS = 26  # longest name beside an axis
 _SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
 
 Points = list[tuple[float, float]]
@@ -94,7 +110,9 @@ class Axis:
         """Whether the axis is logarithmic, as for sizes and wide ranges of values."""
         if not self.is_numeric or self.values[0] <= 0:
             return False
-        return self.key in _SIZE_KEYS or bool(self.values[-1] >= 8 * self.values[0])
+        return self.key in _SIZE_KEYS or bool(
+            self.values[-1] >= 8 * self.values[0]
+        )
 
     @property
     def positions(self) -> list[float]:
@@ -104,8 +122,8 @@ class Axis:
 
     def index(self, record: TrialRecord) -> int:
         """Return the index of a trial's value."""
-        # By their text: a NaN does not equal itself, True equals 1, and lists and
-        # mappings have no hash.
+        # Compared as text: a NaN does not equal itself, True equals 1, and
+        # lists and mappings have no hash.
         texts = list(map(repr, self.values))
         return texts.index(repr(record.config.get(self.key)))
 
@@ -116,7 +134,9 @@ class Axis:
     def name(self, at: int) -> str:
         """Return the name of a value in a legend."""
         value = shown(self.values[at])
-        return _cut(value if self.key == "precision" else f"{self.label} {value}")
+        return _cut(
+            value if self.key == "precision" else f"{self.label} {value}"
+        )
 
 
 def _cut(text: str) -> str:
@@ -129,8 +149,9 @@ def _cut(text: str) -> str:
 class FigureData(Trials):
     """The trials of a sweep; each has a position on the x axis and belongs to a series.
 
-    Among the keys that vary, the x axis is the batch size or else the first numeric
-    key. The series are by precision or else by the first key with few values.
+    Among the keys that vary, the x axis is the batch size or else the first
+    numeric key. The series are by precision or else by the first key with few
+    values.
     """
 
     def __init__(
@@ -142,9 +163,10 @@ class FigureData(Trials):
         axes = [Axis.of(key, label, records) for key, label in keys]
         several = [axis for axis in axes if len(axis.values) > 1]
         self.varied = [axis for axis in several if axis.key != "seed"]
-        """The keys of which more than one value was tried; a seed is a repeat."""
+        """The keys with more than one tried value, except `seed`: seeds are repeats."""
         self.x = _choose_x(axes)
-        # With more values than colours, the legend would be larger than the figure.
+        # With more values than colours, the legend would be larger than the
+        # figure.
         rest = [axis for axis in self.varied if axis != self.x]
         few = [axis for axis in rest if len(axis.values) <= len(_SERIES)]
         few.sort(key=lambda axis: axis.key != "precision")
@@ -156,11 +178,11 @@ class FigureData(Trials):
 
     @property
     def each(self) -> str:
-        """Words for a caption on what the series are; empty if there is only one."""
+        """The end of a caption that names the series; empty if there is one series."""
         return f", for each {self.by.label}" if self.by else ""
 
     def is_best(self, record: TrialRecord) -> bool:
-        """Whether the trial is the sweep's best."""
+        """Return whether the trial is the sweep's best."""
         return self.best is not None and record.id == self.best.id
 
 
@@ -181,8 +203,8 @@ class Mark:
     value: float
     text: str
     between: tuple[float, float] | None = None
-    """The 95 % interval from its repeats, or the times of the two evaluations between
-    which it met the target.
+    """The 95 % interval from the trial's repeats, or the times of the two
+    evaluations between which the trial met the target.
     """
     is_repeated: bool = False
 
@@ -203,7 +225,7 @@ class Canvas:
         self.axes.grid(visible=False, axis="x")
         self._tips: dict[str, str] = {}
         self._seen: set[int] = set()
-        """The series that have something drawn."""
+        """The indices of the series that are drawn."""
 
     def _look(self, record: TrialRecord, text: str) -> Tree:
         """Return a trial's style: its series' look, and a hover text."""
@@ -211,33 +233,52 @@ class Canvas:
         self._seen.add(series)
         gid = f"tip-{len(self._tips)}"
         self._tips[gid] = f"{self._data.name(record)}: {text}"
-        return {"color": _SERIES[series], "marker": _MARKERS[series], "gid": gid}
+        return {
+            "color": _SERIES[series],
+            "marker": _MARKERS[series],
+            "gid": gid,
+        }
 
     def mark(
         self, record: TrialRecord, x: float, y: float, text: str, **look: Any
     ) -> None:
-        """Draw one point of a trial, with a text under the mouse."""
+        """Draw one point of a trial, with a hover text."""
         self.axes.plot([x], [y], **self._look(record, text) | look)
 
     def line(self, record: TrialRecord, points: Points, size_s: float) -> None:
-        """Draw a trial's evaluations, those of the best thick and on top."""
+        """Draw a trial's evaluations; the best trial's line is thick and on top."""
         times = [time_s / size_s for time_s, _ in points]
         values = [value for _, value in points]
         look = self._look(record, f"ends at {values[-1]:.4g}")
-        look |= {"linewidth": 1.1, "alpha": 0.75, "zorder": 2, "markevery": [-1]}
+        look |= {
+            "linewidth": 1.1,
+            "alpha": 0.75,
+            "zorder": 2,
+            "markevery": [-1],
+        }
         if self._data.is_best(record):
             look |= {"linewidth": 2.8, "alpha": 1, "zorder": 3}
         self.axes.plot(times, values, **look)
         if not record.finished:
-            cross: Tree = {"color": _BAD, "marker": "X", "markersize": 7, "zorder": 4}
+            cross: Tree = {
+                "color": _BAD,
+                "marker": "X",
+                "markersize": 7,
+                "zorder": 4,
+            }
             self.mark(record, times[-1], values[-1], record.status, **cross)
 
     def draw(
-        self, axis: Axis, marks: list[Mark], size: float = 1.0, is_joined: bool = False
+        self,
+        axis: Axis,
+        marks: list[Mark],
+        size: float = 1.0,
+        is_joined: bool = False,
     ) -> None:
         """Draw one mark per trial, the best on top; values are divided by `size`.
 
-        If `is_joined`, a grid also gets a line per series through the medians.
+        If `is_joined` and the search is a grid, a line per series joins the
+        medians.
         """
         data = self._data
         for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
@@ -247,7 +288,9 @@ class Canvas:
                 ends = [end / size for end in mark.between]
                 width = 2.4 if mark.is_repeated else 1
                 color = _SERIES[series]
-                self.axes.plot([x, x], ends, color=color, linewidth=width, alpha=0.7)
+                self.axes.plot(
+                    [x, x], ends, color=color, linewidth=width, alpha=0.7
+                )
             look: Tree = {"linestyle": "none", "clip_on": False, "zorder": 3}
             look["markersize"] = 8.5 if data.is_best(mark.record) else 5
             self.mark(mark.record, x, mark.value / size, mark.text, **look)
@@ -271,7 +314,9 @@ class Canvas:
     def _set_axis(self, axis: Axis) -> None:
         """Set the scale of the x axis, and its ticks at the values if they are few."""
         if axis.is_log:
-            self.axes.set_xscale("log", base=2 if axis.key in _SIZE_KEYS else 10)
+            self.axes.set_xscale(
+                "log", base=2 if axis.key in _SIZE_KEYS else 10
+            )
             self.axes.minorticks_off()
         if axis.is_numeric and len(axis.values) > _MOST_TICKS:
             self.axes.xaxis.set_major_formatter("{x:.5g}")
@@ -293,7 +338,9 @@ class Canvas:
         handles, names = self.axes.get_legend_handles_labels()
         if names:
             columns = max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
-            self._sheet.legend(handles, names, loc="outside upper left", ncols=columns)
+            self._sheet.legend(
+                handles, names, loc="outside upper left", ncols=columns
+            )
 
     def figure(self, title: str, caption: str) -> Figure:
         """Render the drawing with its legend as a figure."""
@@ -321,7 +368,9 @@ class Canvas:
             for color, css in _COLORS.items():
                 tag = tag.replace(color, css)
         tip = re.match(r'<g id="(tip-\d+)">', tag)
-        tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self._name}-", tag)
+        tag = re.sub(
+            r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self._name}-", tag
+        )
         if tip is None:
             return tag
         text = html.escape(self._tips[tip[1]])
@@ -334,7 +383,12 @@ def figures(
     """Draw the figures that the records have data for."""
     data = FigureData(config, records, best)
     with _styled():
-        drawn = [_objective(data), _throughput(data), _memory(data), _curves(data)]
+        drawn = [
+            _objective(data),
+            _throughput(data),
+            _memory(data),
+            _curves(data),
+        ]
     return [figure for figure in drawn if figure]
 
 
@@ -344,8 +398,8 @@ def _styled() -> Iterator[None]:
     from matplotlib import style
 
     with style.context(_STYLE), warnings.catch_warnings():
-        # Text stays text, shown in the reader's fonts, so glyphs that matplotlib's
-        # font lacks do not matter.
+        # Text stays text, shown in the reader's fonts, so glyphs that
+        # matplotlib's font lacks do not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
@@ -354,17 +408,20 @@ def _objective(data: FigureData) -> Figure | None:
     """Draw the objective against each key that varied, with one panel per key."""
     metric = data.objective.metric
     marks = _marks(data, metric)
-    if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
+    # The throughput has its own figure.
+    if metric == "samples_per_s" or not marks:
         return None
     num_trials = sum(record.purpose != "repeat" for record in data.records)
     num_missed = num_trials - len(marks)
-    notes = ["A mark a trial."]
+    notes = ["One mark per trial."]
     if data.best:
-        notes.append("The largest is the best.")
+        notes.append("The largest mark is the best trial.")
     if metric in TO_TARGET and num_missed > 0:
         notes.append(f"{num_missed} of {num_trials} did not reach the target.")
     if any(mark.is_repeated for mark in marks):
-        notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
+        notes.append(
+            "Thick lines are 95 % intervals of the finalists' repeats."
+        )
     title = printable(metric)
     label = title
     size = 1.0
@@ -404,7 +461,9 @@ def _marks(data: FigureData, metric: str) -> list[Mark]:
             ends = (time_s.low, time_s.high)
             mark = Mark(record, time_s.value, text, ends, is_repeated=True)
         elif metric == "time_to_target" and missed_s is not None:
-            mark = Mark(record, value, span(missed_s, value), (missed_s, value))
+            mark = Mark(
+                record, value, span(missed_s, value), (missed_s, value)
+            )
         marks.append(mark)
     return marks
 
@@ -417,7 +476,7 @@ def _throughput(data: FigureData) -> Figure | None:
     canvas = Canvas(data, "throughput")
     canvas.draw(data.x, marks, is_joined=True)
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
-    caption = f"After warm-up, evaluation left out{data.each}."
+    caption = f"Samples/s after warm-up, without evaluation{data.each}."
     if data.best:
         caption += " The largest mark is the best trial."
     return canvas.figure("Throughput", caption)
@@ -426,7 +485,9 @@ def _throughput(data: FigureData) -> Figure | None:
 def _memory(data: FigureData) -> Figure | None:
     """Draw peak memory against the batch size, with failed trials in a strip on top."""
     marks = _marks(data, "peak_memory_bytes")
-    lost = [record for record in data.records if record.status == "out_of_memory"]
+    lost = [
+        record for record in data.records if record.status == "out_of_memory"
+    ]
     if not marks and not lost:
         return None
     most = max((mark.value for mark in marks), default=0.0)
@@ -434,7 +495,7 @@ def _memory(data: FigureData) -> Figure | None:
     canvas = Canvas(data, "memory")
     canvas.draw(data.x, marks, size, is_joined=True)
     axes = canvas.axes
-    caption = f"Largest over the workers{data.each}."
+    caption = f"The largest of the workers' peaks{data.each}."
     cross: Tree = {"marker": "X", "markersize": 8}
     above = axes.get_xaxis_transform()
     for record in lost:
@@ -442,7 +503,9 @@ def _memory(data: FigureData) -> Figure | None:
         y = 0.96 - _ROW * data.series(record)
         canvas.mark(record, x, y, "out of memory", transform=above, **cross)
     if lost:
-        axes.plot([], [], _FG, linestyle="none", label="out of memory", **cross)
+        axes.plot(
+            [], [], _FG, linestyle="none", label="out of memory", **cross
+        )
         caption += " Trials that ran out of memory are on top."
         num_rows = len(data.by.values) if data.by else 1
         most /= 0.96 - _ROW * num_rows
@@ -475,13 +538,15 @@ def _curves(data: FigureData) -> Figure | None:
     values.sort(reverse=not is_max)
     worst = values[len(values) // 5]
     name = printable(metric)
-    notes = [f"{name} at each evaluation, a line a trial."]
+    notes = [f"{name} at each evaluation, one line per trial."]
     canvas = Canvas(data, "curves")
     for record, points in lines:
         canvas.line(record, points, size)
-    canvas.axes.set(xlim=(0, None), xlabel=f"training time, {unit}", ylabel=name)
+    canvas.axes.set(
+        xlim=(0, None), xlabel=f"training time, {unit}", ylabel=name
+    )
     if data.best:
-        notes.append("The thick line is the best.")
+        notes.append("The thick line is the best trial.")
     if goal is not None:
         look: Tree = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
         canvas.axes.axhline(goal, color=_FG, **look)
@@ -492,12 +557,15 @@ def _curves(data: FigureData) -> Figure | None:
         canvas.axes.set_ylim(**limit)
         notes.append("The worst evaluations are off the axis.")
     if not all(record.finished for record, _ in lines):
-        notes.append("A cross is where a trial failed.")
+        notes.append("A cross marks where a trial failed.")
     return canvas.figure("Learning curves", " ".join(notes))
 
 
 def _drawn_metric(data: FigureData) -> str:
-    """Return the metric to draw: the objective's, else the first evaluated one."""
+    """Return the metric to draw: the target's, else the objective's, else the first.
+
+    Only metrics of evaluations are drawn.
+    """
     seen: dict[str, None] = {}
     for record in data.records:
         for row in record.curve:

@@ -10,9 +10,15 @@ from operator import itemgetter
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.sections import direction_of
-from trainers.errors import POLICIES, counted
+from trainers.errors import counted
 from trainers.measure.figures import student_t
-from tune.config import MEASURED, TO_TARGET, Objective, SweepConfig, sample_values
+from tune.config import (
+    MEASURED,
+    TO_TARGET,
+    Objective,
+    SweepConfig,
+    sample_values,
+)
 from tune.report.words import (
     Trials,
     amount,
@@ -39,6 +45,8 @@ from tune.search.finalists import (
 )
 from tune.search.space import is_inside, scores_of
 from tune.trials.record import (
+    ADVICE,
+    BY_BUDGET,
     EQUAL,
     Interval,
     Records,
@@ -56,7 +64,7 @@ _UNITS = {
     "step_time_s": " a step",
     "samples_per_s": "",
 }
-"""The words after a metric's value, for metrics that need no name beside the unit."""
+"""The words after a metric's value, for metrics that need no name besides the unit."""
 
 
 Run = tuple[float, TrialRecord]
@@ -68,22 +76,24 @@ class Configuration:
     """The results of a configuration over its seeds, which count as repeats."""
 
     record: TrialRecord
-    """The record of its median run, without the seed."""
+    """The record of the configuration's median run, without the seed."""
     runs: list[Run]
     """Its runs that have a value of the objective, best first."""
     mean: Interval
-    """Mean of the objective, with its 95 % interval; the spread is pooled over all
-    configurations.
+    """Mean of the objective, with its 95 % interval; the spread is pooled over
+    all configurations.
     """
     num_missed: int
-    """The number of seeds without a value: they failed or missed the target."""
+    """The number of seeds whose runs have no value: they failed or missed the target."""
     is_equal: bool
     """Whether its mean cannot be distinguished from the best configuration's."""
 
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record without the seed in its configuration."""
-    config = {key: value for key, value in record.config.items() if key != "seed"}
+    config = {
+        key: value for key, value in record.config.items() if key != "seed"
+    }
     return replace(record, config=config)
 
 
@@ -92,13 +102,13 @@ def by_configuration(
 ) -> list[Configuration]:
     """Return the configurations, best mean first; those with missing values come last.
 
-    Trials that a user has stopped are ignored, and so are further runs of the same
-    trial.
+    Trials that a user has stopped are ignored, and so are further runs of the
+    same trial.
 
-    `ranked` are the records that have a value of the objective, best first. Each
-    configuration is compared with the best by a t-test. Its level of 5 % is divided
-    among all pairs (Bonferroni), because the best is chosen by the same values. For
-    measured quantities, means are geometric.
+    `ranked` are the records that have a value of the objective, best first.
+    Each configuration is compared with the best by a t-test. The test's level
+    of 5 % is divided among all pairs (Bonferroni), because the best is chosen
+    by the same values. For measured quantities, means are geometric.
     """
     first = _first_runs(records)
     groups: dict[str, list[Run]] = {}
@@ -108,7 +118,9 @@ def by_configuration(
     if not groups:
         return []
     missed = Counter(_key(record) for record in first.values())
-    is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)
+    is_ratio = objective.metric in MEASURED and all(
+        value > 0 for value, _ in ranked
+    )
     scale, unscale = (math.log, math.exp) if is_ratio else (float, float)
     means = {}
     squares = 0.0
@@ -118,7 +130,9 @@ def by_configuration(
         missed[key] -= len(runs)
         squares += sum((value - means[key]) ** 2 for value in values)
     sign = 1 if objective.direction == "min" else -1
-    order = sorted(groups, key=lambda key: (missed[key] > 0, sign * means[key]))
+    order = sorted(
+        groups, key=lambda key: (missed[key] > 0, sign * means[key])
+    )
     best = order[0]
     level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
     num_free = sum(len(runs) - 1 for runs in groups.values())
@@ -176,12 +190,16 @@ def _once(
     """Return the doubt that a trial that ran once may be faster than the best."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
-    how_much = "faster by an amount that nothing limits"
+    how_much = "faster, by an unknown factor"
     if most_ahead <= _TELLING:
-        how_much = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
+        how_much = (
+            f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
+        )
     what = f"another trial may be {how_much}"
     if not found:
-        return Doubt(f"One run each: {what}", "repeats (`finalists: 2` or more)")
+        return Doubt(
+            f"One run each: {what}", "repeats (`finalists: 2` or more)"
+        )
     repeated = _repeated(trials.records)
     rest = []
     for record in rivals(trials.config, trials.records):
@@ -205,7 +223,7 @@ def _repeated(records: Records) -> dict[str, list[TrialRecord]]:
 
 
 def _only_once(trials: Trials) -> Doubt | None:
-    """Return the doubt about trials that ended well, and failed in all repeats."""
+    """Return the doubt about trials that ended well once, but failed in all repeats."""
     names = []
     for repeats in _repeated(trials.records).values():
         if not any(repeat.finished for repeat in repeats):
@@ -222,28 +240,50 @@ def _one_seed(trials: Trials) -> Doubt | None:
     is_compared = sum(record.finished for record in trials.records) > 1
     if is_measured or "seed" in trials.config.space or not is_compared:
         return None
-    what = "One seed each: another may change the order"
+    what = "One seed each: another seed may change the order"
     return Doubt(what, "`seed: [0, 1, 2]` in the space")
 
 
 def _by_hand(trials: Trials) -> Doubt | None:
-    """Return the doubt about trials that a user has stopped, and no clone replaced."""
-    stopped = {}
+    """Return the doubt about trials that were stopped by hand and not run again."""
+    stopped = [record for record in trials.records if record.is_censored]
+    clone = "a clone (`python -m tune steer SWEEP clone TRIAL`)"
+    return _unknown(trials, stopped, "stopped by hand", clone)
+
+
+def _by_budget(trials: Trials) -> Doubt | None:
+    """Return the doubt about trials that are ranked by what they were when cut off."""
+    metric = trials.objective.metric
+    if metric in MEASURED:
+        return None
+    cut = []
+    for record in trials.records:
+        is_cut = record.status == "stopped" and record.message == BY_BUDGET
+        if is_cut and value_of(metric, record) is not None:
+            cut.append(record)
+    return _unknown(trials, cut, "cut off by the budget", "a larger `budget`")
+
+
+def _unknown(
+    trials: Trials, stopped: Records, how: str, settled_by: str
+) -> Doubt | None:
+    """Return the doubt about trials that were stopped and not run again."""
+    ids = {record.id for record in stopped}
     ended = set()
     for record in trials.records:
-        name = trial_id(record.config)
-        if record.is_censored:
-            stopped[record.id] = name, trials.name(record)
-        else:
-            ended.add(name)
-    names = [words for name, words in stopped.values() if name not in ended]
+        if record.id not in ids:
+            ended.add(trial_id(record.config))
+    names = {}
+    for record in stopped:
+        if trial_id(record.config) not in ended:
+            names[record.id] = trials.name(record)
     if not names:
         return None
-    who = printable(capitalized(listed(names)))
-    what = f"{who} were stopped by hand: how good they would have been is open"
+    who = printable(capitalized(listed(list(names.values()))))
+    what = f"{who} were {how}: how good they would have been is open"
     if len(names) == 1:
-        what = f"{who} was stopped by hand: how good it would have been is open"
-    return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
+        what = f"{who} was {how}: how good it would have been is open"
+    return Doubt(what, settled_by)
 
 
 def _disturbed(trials: Trials) -> Doubt | None:
@@ -254,7 +294,9 @@ def _disturbed(trials: Trials) -> Doubt | None:
     longest_s, worst = max(disturbed, key=itemgetter(0))
     who = printable(trials.name(worst))
     what = f"{counted(len(disturbed), 'trial')} stood still or had no processor, for up to {duration(longest_s)} ({who})"
-    return Doubt(f"{what}: samples/s leave that out", "a machine without other work")
+    return Doubt(
+        f"{what}: samples/s exclude this time", "a machine without other work"
+    )
 
 
 def _busy(trials: Trials) -> Doubt | None:
@@ -266,7 +308,7 @@ def _busy(trials: Trials) -> Doubt | None:
     if not shares:
         return None
     time = f"{', '.join(shares)} of their time"
-    what = f"Work on the nodes waited for a processor ({time}): times are those of a busy machine"
+    what = f"Work on the nodes waited for a processor ({time}): times are from a busy machine"
     settled_by = "a machine without other work"
     if trials.config.lanes != 1:
         settled_by = f"`lanes: 1`, or {settled_by}"
@@ -286,22 +328,24 @@ class Answer:
     equal: list[TrialRecord]
     """The trials that cannot be distinguished from the best."""
     line: str
-    """The answer in a sentence: which configuration is best, at what and by how much,
-    and which are as good; or why there is no best one.
+    """The answer in a sentence: which configuration is best, what it achieved
+    and by how much it leads, and which others are as good; or why there is no
+    best configuration.
     """
     fastest: str
-    """A sentence on the configuration with the highest throughput; empty if the best
-    trial has it, or is about as fast.
+    """A sentence on the configuration with the highest throughput; empty if
+    the best trial has it, or is about as fast.
     """
     largest: str
-    """A sentence on whether the largest batch size lost because of its learning rate or
-    because of its size; empty unless the rate was searched `around`.
+    """A sentence on whether the largest batch size lost because of its
+    learning rate or because of its size; empty unless the rate was searched
+    `around`.
     """
     doubts: list[Doubt]
     """What the sweep does not know, with what would settle it."""
     most_ahead: float | None
-    """Upper bound, with 95 % confidence, on how many times as fast as the best another
-    trial may be; None if unknown.
+    """Upper bound, with 95 % confidence, on the speed of any other trial,
+    divided by the best trial's speed; None if unknown.
     """
 
     @property
@@ -312,7 +356,9 @@ class Answer:
     @property
     def text(self) -> str:
         """All sentences of the answer, one per line."""
-        lines = [line for line in (self.line, self.fastest, self.largest) if line]
+        lines = [
+            line for line in (self.line, self.fastest, self.largest) if line
+        ]
         lines += [f"- {doubt.text}" for doubt in self.doubts]
         return "\n".join(lines)
 
@@ -327,18 +373,18 @@ class _Place:
     runs: str
     """The evidence for the value: "0.31 to 0.63 s, 6 repeats"."""
     is_equal: bool
-    """Whether it cannot be distinguished from the first."""
+    """Whether this configuration cannot be distinguished from the first place."""
     margin: str = ""
-    """How the first compares with it, if they can be distinguished: "1.2 times faster
-    than".
+    """How the first place compares with this one, if the two can be
+    distinguished: "1.2 times faster than".
     """
 
 
 def answer(config: SweepConfig, records: Records) -> Answer:
     """Rank the trials by the objective, and put the result in words.
 
-    The ranking is by the mean over seeds if the space has a `seed`, else by repeats if
-    finalists were repeated, else by one run each.
+    The ranking is by the mean over seeds if the space has a `seed`, else by
+    repeats if finalists were repeated, else by one run each.
     """
     objective = config.objective
     trials = Trials(config, records)
@@ -375,12 +421,14 @@ def answer(config: SweepConfig, records: Records) -> Answer:
     repeated = {final.record.id for final in found}
     as_good = {record.id for record in [*ranking[:1], *equal]}
     as_good |= {record.id for record in rivals(config, records)} - repeated
-    # First doubts about the order, then about the machine during the measurement.
+    # First doubts about the order, then about the machine during the
+    # measurement.
     doubts = [
         _once(trials, found, ahead),
         _only_once(trials),
         _one_seed(trials),
         _by_hand(trials),
+        _by_budget(trials),
         _disturbed(trials),
         _busy(trials),
     ]
@@ -442,7 +490,9 @@ def _places_of_seeds(
         if found.num_missed and not best.num_missed:
             margin = "with values of more seeds than"
         is_equal = found.is_equal or margin is None
-        places.append(_Place(found.record, mean.value, runs, is_equal, margin or ""))
+        places.append(
+            _Place(found.record, mean.value, runs, is_equal, margin or "")
+        )
     return places
 
 
@@ -452,12 +502,14 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
     for final in found:
         runs = f"{span(final.time_s.low, final.time_s.high)}, {final.repeats} repeats"
         if final.num_missed:
-            runs += f", {final.num_missed} of which missed it"
+            runs += f", {final.num_missed} of which missed the target"
         low = number(final.ratio.low, 2)
         interval = f"at least {low}"
         if math.isfinite(final.ratio.high):
             interval = f"{low} to {number(final.ratio.high, 2)}"
-        margin = f"{number(final.ratio.value, 3)} times ({interval}) faster than"
+        margin = (
+            f"{number(final.ratio.value, 3)} times ({interval}) faster than"
+        )
         time_s = final.time_s.value
         places.append(_Place(final.record, time_s, runs, final.equal, margin))
     return places
@@ -484,18 +536,20 @@ def _line(trials: Trials, places: Sequence[_Place]) -> str:
 
 
 def _without_seed(trials: Trials, record: TrialRecord) -> str:
-    """Return a configuration in words, without its seed; it may be the run's own."""
-    names = {key: name for key, name in trials.telling.items() if key != "seed"}
+    """Return a configuration in words without its seed, or "The run as it is"."""
+    names = {
+        key: name for key, name in trials.telling.items() if key != "seed"
+    }
     return in_words(names, record) or "The run as it is"
 
 
 def _tied(places: Sequence[_Place]) -> list[_Place]:
-    """Return the places after the first that cannot be distinguished from it."""
+    """Return the places right after the first that are not clearly worse than it."""
     return list(itertools.takewhile(lambda place: place.is_equal, places[1:]))
 
 
 def _achieved(objective: Objective, place: _Place) -> str:
-    """Return what a configuration is best at: "3.12 s to val_accuracy 0.97"."""
+    """Return a place's value of the objective in words: "3.12 s to val_accuracy 0.97"."""
     metric = objective.metric
     record = place.record
     value = amount(metric, place.value)
@@ -523,7 +577,7 @@ def _between(metric: str, mean: Interval) -> str:
 
 
 def _usd(record: TrialRecord, time_s: float) -> float | None:
-    """Return what a time on the trial's lane costs; None without a price."""
+    """Return the price of `time_s` on the trial's lane, in dollars; None if unknown."""
     usd = record.metrics.get("usd_to_target")
     if usd is None or not record.time_to_target_s:
         return None
@@ -533,7 +587,8 @@ def _usd(record: TrialRecord, time_s: float) -> float | None:
 def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
     """Return whether one run each shows that `first` has the higher throughput.
 
-    This accounts for the time that `other` may have lost to other work on its machine.
+    This accounts for the time that `other` may have lost to other work on its
+    machine.
     """
     low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
     high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
@@ -542,16 +597,17 @@ def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
 
 
 def _half_width(record: TrialRecord) -> float:
-    """Return the half width of the 95 % interval of a throughput, relative to it."""
+    """Return the half width of a throughput's 95 % interval, as a share of the value."""
     if not record.step_time_s:
         return 0.0
     return (record.step_time_ci95_s or 0.0) / record.step_time_s
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
-    """Return how much better `value` is than `other`: "1.2 times faster than".
+    """Return how much better `value` is than `other`, as in "1.2 times faster than".
 
-    For scores up to 1, and if a sign makes a ratio meaningless, it is a difference.
+    Scores up to 1, and values that are not all positive, are compared by
+    their difference.
 
     Returns:
         Words, or None if the two are about equal.
@@ -559,13 +615,21 @@ def _margin(metric: str, value: float, other: float) -> str | None:
     low, high = sorted((value, other))
     direction = "lower" if value < other else "higher"
     gap = f"{number(high - low, 2)} {direction} than"
-    if high <= 1 and metric != "samples_per_s" and direction_of(metric) == "max":
+    if (
+        high <= 1
+        and metric != "samples_per_s"
+        and direction_of(metric) == "max"
+    ):
         return gap if high - low > _EQUAL_SCORE else None
     if low <= 0:
         return gap if high - low > EQUAL * max(abs(low), abs(high)) else None
     if high < low * (1 + EQUAL):
         return None
-    words = "faster" if metric in ("time_to_target", "samples_per_s") else direction
+    words = (
+        "faster"
+        if metric in ("time_to_target", "samples_per_s")
+        else direction
+    )
     digits = 3 if high < 1.2 * low else 2
     return f"{number(high / low, digits)} times {words} than"
 
@@ -580,24 +644,24 @@ def _why_none(trials: Trials) -> str:
     if not finished:
         return _none_finished(trials.records)
     if metric in reported:
-        return f"no finished one has a {metric} that is a finite number"
+        return f"no finished trial has a finite {metric}"
     if metric == "time_to_target":
         return _none_reached(trials, finished)
     names = ", ".join(reported) or "none"
-    return f"no finished one has a {metric} (metrics reported: {names})"
+    return f"no finished trial has a {metric} (metrics reported: {names})"
 
 
 def _none_finished(records: Records) -> str:
     counts = Counter(record.status for record in records).most_common()
     ended = ", ".join(f"{count} {status}" for status, count in counts)
     status, _ = counts[0]
-    return f"none finished ({ended}). For {status}: {POLICIES[status].advice}"
+    return f"none finished ({ended}). For {status}: {ADVICE[status]}"
 
 
 def _none_reached(trials: Trials, finished: Records) -> str:
     goal = trials.objective.goal
     assert goal is not None  # of a time to target
-    text = f"no finished one reached {target(trials.objective)}"
+    text = f"no finished trial reached {target(trials.objective)}"
     values = []
     for record in finished:
         for row in (*record.curve, record.metrics):
@@ -611,7 +675,9 @@ def _none_reached(trials: Trials, finished: Records) -> str:
     return f"{text}; the closest, {trials.name(closest)}, came to {number(value, 4)}"
 
 
-def _fastest(trials: Trials, best: TrialRecord | None, found: Sequence[Final]) -> str:
+def _fastest(
+    trials: Trials, best: TrialRecord | None, found: Sequence[Final]
+) -> str:
     """Return a sentence on the trial with the highest throughput.
 
     Returns:
@@ -630,10 +696,14 @@ def _fastest(trials: Trials, best: TrialRecord | None, found: Sequence[Final]) -
     spread = f" (+-{width:.1%})" if width else ""
     name = _without_seed(trials, fastest)
     who = f"{name}, {amount('samples_per_s', rate)}{spread}"
-    return f"Highest throughput: {who}; it {_needed(objective, fastest, found)}."
+    return (
+        f"Highest throughput: {who}; it {_needed(objective, fastest, found)}."
+    )
 
 
-def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -> str:
+def _needed(
+    objective: Objective, record: TrialRecord, found: Sequence[Final]
+) -> str:
     """Return a trial's objective value as a verb phrase: "needs 5.23 s"."""
     metric = objective.metric
     value = value_of(metric, record)
@@ -650,15 +720,18 @@ def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -
 
 
 def largest_size(trials: Trials, as_good: Collection[str]) -> str:
-    """Say whether the largest batch size lost by its learning rate or by its size.
+    """Say whether the largest batch size lost because of its learning rate or its size.
 
     `as_good` are the IDs of the best trial and of the trials that are as good.
 
     Returns:
-        A sentence, or "" if no rate was searched `around` or the size was not tried.
+        A sentence, or "" if no rate was searched `around` or the size was not
+        tried.
     """
     config = trials.config
-    sizes = [key for key in BATCH_KEYS if isinstance(config.space.get(key), list)]
+    sizes = [
+        key for key in BATCH_KEYS if isinstance(config.space.get(key), list)
+    ]
     if not sizes or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[sizes[0]]))
@@ -671,11 +744,12 @@ def largest_size(trials: Trials, as_good: Collection[str]) -> str:
     scores = scores_of(trials.objective, tried)
     best = min(tried, key=lambda record: scores[record.id])
     rate = trials.telling.get(config.around, config.around)
-    own = f"with its best, {rate} {shown(best.config[config.around])}"
+    value = shown(best.config[config.around])
+    own = f"its best {rate}, {value}"
     if not is_inside(config, tried, best.config):
-        return f"Whether the largest batch, {size}, lost to its rate or to itself is not known: {own}, none was tried beyond."
+        return f"It is not known whether the largest batch, {size}, lost because of its {rate} or its size: nothing beyond {own}, was tried."
     if best.id not in as_good:
         has = _needed(trials.objective, best, [])
-        return f"The largest batch, {size}, lost to itself, not to its rate: {own}, it {has}."
+        return f"The largest batch, {size}, lost because of its size, not its {rate}: with {own}, it {has}."
     start = shown(sample_values(config.space[config.around])[0])
-    return f"The largest batch, {size}, is as good as the best {own}; the rule's is {start}."
+    return f"The largest batch, {size}, is as good as the best: its best {rate} is {value}, and the search began with {start}."

@@ -19,7 +19,7 @@ function compare(first, second) {
   const [a, b] = [first, second].map(([row]) => row.cells[sortedBy]);
   if (!("value" in a.dataset) && !("value" in b.dataset)) return a.textContent.localeCompare(b.textContent);
   const [x, y] = [a, b].map((cell) => parseFloat(cell.dataset.value));
-  if (isNaN(x) || isNaN(y)) return (isNaN(x) - isNaN(y)) * (isRising ? 1 : -1); // what has no value comes last
+  if (isNaN(x) || isNaN(y)) return (isNaN(x) - isNaN(y)) * (isRising ? 1 : -1); // cells without a value come last
   return x - y;
 }
 

@@ -48,7 +48,7 @@ class Column:
     cells: dict[str, str]
     """The text of each cell, by the trial's ID."""
     values: dict[str, float | None] = field(default_factory=dict)
-    """For a column of figures, the numbers to sort by, by the trial's ID."""
+    """For a column of figures, the number behind each cell, by the trial's ID."""
 
 
 def table(
@@ -59,10 +59,9 @@ def table(
 ) -> Table:
     """Return the final table for the terminal: one row per trial, best first.
 
-    If there are many trials, it shows the best ones and some that failed.
-
-    If a `width` in characters is given, the least informative columns are left out
-    until the rest fits; numbers are never shortened.
+    If there are many trials, the table shows the best ones and some that
+    failed. If a `width` in characters is given, the least informative columns
+    are left out until the rest fits; numbers are never shortened.
     """
     left_out = {record.id for record in answer.ranking[_MOST_ROWS:]}
     if len(records) > _MOST_ROWS:
@@ -74,7 +73,7 @@ def table(
         notes.append(f"* best by {printable(config.objective.metric)}")
     if left_out:
         words = f"of {len(records):,} rows; report.html has all"
-        notes.append(f"the best {len(rows)} {words}")
+        notes.append(f"best first: {len(rows)} {words}")
     title = _title(config.name, records)
     found = columns(config, rows)
     dispensable = _least_telling(config.objective, found)
@@ -83,9 +82,11 @@ def table(
     while True:
         said = list(notes)
         if hidden:
-            said.append(f"not shown for want of room: {', '.join(hidden)}")
+            said.append(f"not shown for lack of room: {', '.join(hidden)}")
         drawn = _draw(title, said, found, rows, answer.best)
-        is_wide = width is not None and _MEASURING.measure(drawn).minimum > width
+        is_wide = (
+            width is not None and _MEASURING.measure(drawn).minimum > width
+        )
         if not is_wide or not dispensable:
             return drawn
         least = dispensable.pop(0)
@@ -137,21 +138,29 @@ def _draw(
     return result
 
 
-def _least_telling(objective: Objective, found: Sequence[Column]) -> list[Column]:
+def _least_telling(
+    objective: Objective, found: Sequence[Column]
+) -> list[Column]:
     """Return the columns that may be left out, the least informative first."""
     wanted = {"time to target", *objective.watched}
     figures = {}
     for column in found:
         if column.is_figure and column.header not in wanted:
             figures[column.header] = column
-    least = [figures.pop(header) for header in _LEAST_TELLING if header in figures]
+    least = [
+        figures.pop(header) for header in _LEAST_TELLING if header in figures
+    ]
     return [*least, *figures.values()]
 
 
 def as_html(*shown: RenderableType) -> str:
     """Return, as HTML for a notebook, what a terminal would show."""
     console = Console(
-        width=140, record=True, file=io.StringIO(), force_jupyter=False, highlight=False
+        width=140,
+        record=True,
+        file=io.StringIO(),
+        force_jupyter=False,
+        highlight=False,
     )
     console.print(*shown, sep="\n")
     frame = '<pre style="white-space: pre; overflow-x: auto; line-height: normal">{code}</pre>'
@@ -161,7 +170,8 @@ def as_html(*shown: RenderableType) -> str:
 def best_first(records: Records, answer: Answer) -> list[TrialRecord]:
     """Return the trials in the answer's order, each followed by its repeats.
 
-    Trials without a value of the objective come last, in the order of the records.
+    Trials without a value of the objective come last, in the order of the
+    records.
     """
     places: dict[str, float] = {}
     by_config: dict[str, float] = {}
@@ -190,7 +200,9 @@ def columns(config: SweepConfig, records: Records) -> list[Column]:
         found.append(_times(records))
     if any(record.spent is not None for record in records):
         for name in ("starting", "training"):
-            spent = [getattr(record.spent, f"{name}_s", None) for record in records]
+            spent = [
+                getattr(record.spent, f"{name}_s", None) for record in records
+            ]
             found.append(_figure(name, records, spent, duration))
     return found
 
@@ -242,7 +254,7 @@ def _figure(
     values: Sequence[float | None],
     form: Callable[[float], str],
 ) -> Column:
-    """Return a column of figures; records without one get a "-"."""
+    """Return a column of figures; records without a value get a "-"."""
     column = Column(header, True, {})
     for record, value in zip(records, values, strict=True):
         column.values[record.id] = value
@@ -269,7 +281,7 @@ _FORMS: dict[str, tuple[str, Callable[[float], str]]] = {
 def constant(
     config: SweepConfig, records: Records, found: list[Column]
 ) -> list[Column]:
-    """Return the keys' columns with one value for all trials, and all empty columns."""
+    """Return the keys' columns that hold only one value, and all empty columns."""
     if len(records) < 2:
         return []
     keys = Trials(config, records).labels.values()

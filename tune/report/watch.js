@@ -1,5 +1,5 @@
-// Keeps the page of `python -m tune watch` current in place: only what has changed is replaced, so that the place on the
-// page, open details and what is selected stay.
+// Updates the page of `python -m tune watch` in place: only what has changed is replaced, so that the scroll position,
+// open details and the selection stay.
 "use strict";
 
 const EVERY_MS = 2000;
@@ -70,6 +70,6 @@ document.addEventListener("click", (event) => {
   if (!["pause", "go-on"].includes(action)) words.push(document.getElementById("steer-trial").value);
   if (action === "clone") words.push(...document.getElementById("steer-keys").value.split(/\s+/).filter(Boolean));
   const headers = { Authorization: `Bearer ${event.target.parentElement.dataset.token}` };
-  // The page's next look shows what came of it.
+  // The next update of the page shows the outcome.
   fetch("./steer", { method: "POST", headers, body: JSON.stringify(words) }).catch(() => {});
 });

@@ -1,4 +1,4 @@
-"""Trials, values and figures as text, for sentences, tables and axes. Pure."""
+"""Trials, values and figures as text, for sentences, tables and axes; no I/O."""
 
 import json
 from collections import Counter
@@ -70,11 +70,13 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
     precision = ""
     rest = []
     for key, label in labels.items():
-        if key not in record.config:  # a clone has a key that this trial has not
+        if key not in record.config:  # a clone has a key that this trial lacks
             continue
         value = shown(record.config[key])
         if key in BATCH_KEYS:
-            batch = f"batch {value}" + " a worker" * (key != "global_batch_size")
+            batch = f"batch {value}" + " a worker" * (
+                key != "global_batch_size"
+            )
         elif key == "precision":
             precision = f"in {value}" if batch else value
         else:
@@ -107,8 +109,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def in_a_line(config: Mapping[str, Any]) -> str:
-    """Return a trial's configuration by the last parts of its keys."""
-    parts = [f"{_last_part(key)} {shown(value)}" for key, value in config.items()]
+    """Return a trial's configuration as one line, with the last part of each key."""
+    parts = [
+        f"{_last_part(key)} {shown(value)}" for key, value in config.items()
+    ]
     return "  ".join(parts)
 
 
@@ -132,7 +136,9 @@ def shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, dict):
-        parts = [f"{shown(key)}: {shown(child)}" for key, child in value.items()]
+        parts = [
+            f"{shown(key)}: {shown(child)}" for key, child in value.items()
+        ]
         return f"{{{', '.join(parts)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
@@ -183,7 +189,7 @@ def span(low_s: float | None, high_s: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the unit that suits times up to `longest_s`: its seconds and name."""
+    """Return the unit that suits times up to `longest_s`: its seconds, and its name."""
     if longest_s < 120:
         return 1.0, "s"
     if longest_s < 7200:

@@ -41,16 +41,20 @@ _FIXED = {
     "purpose message": pa.string(),
     "start_time end_time": pa.timestamp("us", tz="UTC"),
 }
-"""The columns that the results of every sweep have, by their types."""
+"""The columns that the results of every sweep have: their types, by their names."""
 
 
 def source(name: str) -> str:
     """Return the text of a file in this folder."""
-    return resources.files("tune.report").joinpath(name).read_text(encoding="utf-8")
+    return (
+        resources.files("tune.report")
+        .joinpath(name)
+        .read_text(encoding="utf-8")
+    )
 
 
 def render(template: str, **shown: Any) -> str:
-    """Render a page from a template. All values but the figures' markup are escaped."""
+    """Render a template; all values are escaped, except the figures and the script."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -96,7 +100,7 @@ def contents(
     return {
         "best": found.best,
         "script": script,
-        # Its name in the page's Content-Security-Policy.
+        # The script's name in the page's Content-Security-Policy.
         "script_hash": f"sha256-{base64.b64encode(digest).decode()}",
         "columns": [column for column in shown if column not in same],
         "command": best_command(sweep),
@@ -132,7 +136,11 @@ def summary(
     wall_s = max(ends, default=0.0) - min(starts, default=0.0)
     best = None
     if found.best is not None:
-        best = {"id": found.best.id, "config": found.best.config, "value": found.value}
+        best = {
+            "id": found.best.id,
+            "config": found.best.config,
+            "value": found.value,
+        }
         if found.best.missed_target_s is not None:
             best["time_to_target_low_s"] = found.best.missed_target_s
     return {
@@ -146,7 +154,9 @@ def summary(
         "finalists": [_finalist(final) for final in found.finals],
         "others_times_as_fast_at_most": found.most_ahead,
         "trials": len(records),
-        "status": {status: counts[status] for status in STATUSES if counts[status]},
+        "status": {
+            status: counts[status] for status in STATUSES if counts[status]
+        },
         "wall_time_s": round(wall_s, 3),
         "trial_time_s": round(sum(record.on_lane_s for record in records), 3),
         **totals,
@@ -177,15 +187,18 @@ def write_report(
 ) -> Answer:
     """Write results.parquet, best.yaml, summary.json and report.html.
 
-    `train` is the run's configuration, `environment` the names and versions to show.
-    If there is no best trial, no best.yaml is written, and that of an earlier report is
-    deleted.
+    `train` is the run's configuration; `environment` holds the versions and
+    nodes to show, by name. If there is no best trial, no best.yaml is written,
+    and the best.yaml of an earlier report is deleted.
     """
     found = answer(config, records)
     sweep.write("results.parquet", to_parquet(config, records))
     if found.best is not None:
         tree = trial_tree(train, found.best.config)
-        tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
+        tree |= {
+            "name": f"{config.name}-best",
+            "storage_path": sweep.parent.uri,
+        }
         if task_dir is not None:
             tree["task_dir"] = task_dir
         header = _header(best_command(sweep), config, found)
@@ -200,14 +213,14 @@ def write_report(
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:
-    """Return the versions and nodes in the last report; empty if it is unreadable."""
+    """Return the versions and nodes of the last report; empty if none can be read."""
     try:
         summary: Tree = {}
         if sweep.exists("summary.json"):
             summary = sweep.read_json("summary.json", Tree)
         return validated(summary.get("environment", {}), dict[str, str])
     except CheckpointError as error:
-        logger.warning("%s; versions and nodes are not shown", error)
+        logger.warning("%s; the report leaves out versions and nodes", error)
         return {}
 
 
@@ -227,22 +240,28 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
 
 
 def to_parquet(config: SweepConfig, records: Records) -> bytes:
-    """Return a row per trial; column types do not depend on which trials have run."""
-    schema = [(name, kind) for names, kind in _FIXED.items() for name in names.split()]
+    """Return a Parquet file with a row per trial; the columns of `_FIXED` come first."""
+    schema = [
+        (name, kind)
+        for names, kind in _FIXED.items()
+        for name in names.split()
+    ]
     table = pa.Table.from_pylist(list(map(_row, records)), pa.schema(schema))
     taken = {field.name for field in fields(TrialRecord)}
     for key in Trials(config, records).labels:
         if key == "seed":
-            continue  # a repeat has one of its own: both are in one column
+            continue  # its column also holds the seeds of repeats
         values = [record.config.get(key) for record in records]
         column = f"config.{key}" if key in taken else key
-        table = table.append_column(column, _config_column(config, key, values))
+        table = table.append_column(
+            column, _config_column(config, key, values)
+        )
     for name in metric_names(records):
         column = _encodable(name)
         while column in table.column_names:
             column = f"metrics.{column}"
         found = [record.metrics.get(name) for record in records]
-        # Arrow refuses whole numbers that a float rounds.
+        # Arrow refuses whole numbers that a float would round.
         rounded = [None if value is None else float(value) for value in found]
         table = table.append_column(column, pa.array(rounded, pa.float64()))
     sink = pa.BufferOutputStream()
@@ -265,12 +284,14 @@ def _row(record: TrialRecord) -> Tree:
 
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
-    """Return a key's values as an array, typed by all values that it may have.
+    """Return a key's values as an array, typed by all values that the key may have.
 
-    What has no type in common is JSON.
+    Values without a common type become JSON.
     """
     try:
-        kind = pa.array([*values, *sample_values(config.space.get(key, []))]).type
+        kind = pa.array(
+            [*values, *sample_values(config.space.get(key, []))]
+        ).type
         if not pa.types.is_nested(kind):
             return pa.array(values, kind)
     except (pa.ArrowException, ValueError, OverflowError):

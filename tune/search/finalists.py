@@ -1,23 +1,25 @@
-"""The finalists of a sweep: trials that one run each cannot tell apart, and repeats.
+"""The finalists of a sweep: trials that are too close to rank by one run each.
 
 Every function here is pure.
 
-A repeat runs alone, with another seed, and finalists take turns. So its time is not
-affected by trials that run beside it, nor by the selection of a lucky first run, and
-only repeats count. The repeats form a race, from which finalists are eliminated.
+Repeats run one at a time, with other seeds, and finalists take turns. Only the
+repeats count, because other trials do not affect their times, and neither does
+the selection of lucky first runs. The repeats form a race, from which finalists
+(its entrants) are eliminated.
 
-In each round, every entrant runs once, all with the same seed (Maron and Moore 1994,
-Hoeffding races; Birattari et al. 2002, F-Race). After 2, 4, 8 and 16 rounds there is an
-interim analysis: an entrant leaves the race if it is slower than the current leader, or
-if it differs from the leader by too little to matter. Many analyses of many entrants
-would find differences where there are none. So the error level of 5 % is divided evenly
-among the analyses (a group-sequential test with the same level at each, as in Pocock
-1977, here by Bonferroni's inequality) and among the leader's rivals (multiple
-comparisons with the best, Hsu 1984).
+In each round, every entrant runs once, all with the same seed (Maron and Moore
+1994, Hoeffding races; Birattari et al. 2002, F-Race). After 2, 4, 8 and 16
+rounds there is an interim analysis: an entrant leaves the race if it is slower
+than the current leader, or if it differs from the leader by too little to
+matter. Many analyses of many entrants would find differences where there are
+none. So the error level of 5 % is divided evenly among the analyses (a
+group-sequential test with the same level at each, as in Pocock 1977, here by
+Bonferroni's inequality) and among the leader's rivals (multiple comparisons
+with the best, Hsu 1984).
 
-The logarithm of a time is modelled as the entrant's mean, plus an effect of the seed,
-plus a residual, whose spread is pooled over all entrants and with `REPEATS`, the spread
-in earlier sweeps.
+The logarithm of a time is modelled as the entrant's mean, plus an effect of
+the seed, plus a residual. The residual's spread is pooled over all entrants,
+and with `REPEATS`, the spread in earlier sweeps.
 """
 
 import math
@@ -40,6 +42,7 @@ from tune.trials.record import (
     Records,
     TrialRecord,
     crossing_s,
+    num_lanes,
     trial_id,
 )
 
@@ -49,7 +52,7 @@ _SHARE = 0.5
 _FREE_S = 15.0
 """Seconds that repeats may always take."""
 LOOKS = (2, 4, 8, 16)
-"""Rounds after which the standings are analyzed; a race ends after the last."""
+"""Numbers of rounds after which standings are analyzed; the last one ends a race."""
 LEVEL = 0.05
 _TRIFLE = math.log(1 + EQUAL)
 
@@ -61,9 +64,9 @@ class Lap:
     log_s: float
     """Logarithm of the time to target, s."""
     early: float = 0.0
-    """How much smaller it may be: the target was met between two evaluations."""
+    """How much smaller `log_s` may be: the target was met between two evaluations."""
     late: float = 0.0
-    """How much larger it may be."""
+    """How much larger `log_s` may be."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Standing:
     half: float
     """Half width of the difference's simultaneous interval; 0 for the leader."""
     low: float
-    """The least possible difference, as targets are met between two evaluations."""
+    """The least possible difference, given that targets are met between evaluations."""
     high: float
     overlap: float
     """The part of the uncertainty in `low` that no number of repeats reduces."""
@@ -101,12 +104,14 @@ class Race:
     """Entrant and round of each run due before the next analysis; empty at the end."""
 
 
-def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) -> Race:
-    """Return how a race stands.
+def race(
+    laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]
+) -> Race:
+    """Return the standings of a race, and the runs that are due.
 
     Args:
-        laps: For each entrant, its runs by round, from 0; None for a run without a
-            time, which is ignored and not repeated.
+        laps: For each entrant, its runs by round, from 0; None for a run
+            without a time, which is ignored and not repeated.
         last_round: The greatest number of rounds that the race may have.
     """
     racing = list(range(len(laps)))
@@ -126,7 +131,9 @@ def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) 
         now = compare(known, racing)
         for at in racing:
             standings[at] = now[at]
-        racing = [at for at in racing if now[at].half == 0 or not now[at].is_settled]
+        racing = [
+            at for at in racing if now[at].half == 0 or not now[at].is_settled
+        ]
         if len(racing) == 1:
             break
     return Race(standings, [])
@@ -147,10 +154,10 @@ def _known(
 def compare(
     laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]
 ) -> dict[int, Standing]:
-    """Compare each entrant with the leader, the racing one with the smallest mean.
+    """Compare each entrant with the leader: the one in `racing` with the least mean.
 
     Args:
-        laps: By entrant and round; each entrant has at least one.
+        laps: The laps by entrant and round; each entrant has at least one lap.
         racing: The entrants still in the race; the leader is one of them.
     """
     columns: dict[Any, int] = {entrant: at for at, entrant in enumerate(laps)}
@@ -185,7 +192,9 @@ def compare(
         early, late = _early_and_late(laps[entrant].values())
         overlap = early + leader_late
         high = behind + late + leader_early + half
-        found[entrant] = Standing(behind, half, behind - overlap - half, high, overlap)
+        found[entrant] = Standing(
+            behind, half, behind - overlap - half, high, overlap
+        )
     return found
 
 
@@ -203,10 +212,10 @@ def _early_and_late(laps: Iterable[Lap]) -> tuple[float, float]:
 
 
 def time_alone(record: TrialRecord) -> Interval:
-    """Return one run's time to target, s, with its range on an idle machine.
+    """Return one run's time to target, s, with its likely range on an idle machine.
 
-    The interval reaches down because the target was met at some time after the previous
-    evaluation, and because work beside the trial may have slowed it.
+    The interval reaches down because the target was met at some time after the
+    previous evaluation, and because other work may have slowed the trial.
     """
     time_s = record.time_to_target_s or 0.0
     low_s = time_s
@@ -216,10 +225,10 @@ def time_alone(record: TrialRecord) -> Interval:
 
 
 def _alone_s(record: TrialRecord, time_s: float) -> float:
-    """Return the least time that this part of a trial takes on an idle machine, s.
+    """Return the least time, s, that a trial's first `time_s` take on an idle machine.
 
-    Excluded are the time lost in outlying steps, and the share of the time in which
-    work on the trial's node waited for a CPU.
+    Excluded are the time lost in outlying steps, and the share of the time in
+    which work on the trial's node waited for a CPU.
     """
     idle_share = 1 - (record.cpu_pressure or 0.0)
     trained_s = time_s - (record.disturbed_s or 0.0)
@@ -234,8 +243,8 @@ def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
 def contenders(config: SweepConfig, records: Records) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first.
 
-    The list is empty if one run each settles the order, if the objective is no time, or
-    if there is no time for repeats.
+    The list is empty if one run each settles the order, if the objective is
+    not a time, or if there is no time for repeats.
     """
     found = rivals(config, records)
     if len(found) < 2:
@@ -254,9 +263,8 @@ def contenders(config: SweepConfig, records: Records) -> list[TrialRecord]:
 def _time_for_repeats_s(records: Records) -> float:
     """Return how long repeats may take, s: half of the search's time on its lanes."""
     search = [record for record in records if record.purpose != "repeat"]
-    lanes = {record.lane for record in search}
-    search_s = sum(record.on_lane_s for record in search) / max(1, len(lanes))
-    return max(_FREE_S, _SHARE * search_s)
+    total_s = sum(record.on_lane_s for record in search)
+    return max(_FREE_S, _SHARE * total_s / num_lanes(search))
 
 
 def _mean_cost_s(records: Records) -> float:
@@ -291,15 +299,17 @@ def repeats_to_run(
 ) -> list[tuple[TrialRecord, int]]:
     """Return the repeats to run before the next analysis: finalist and seed, in order.
 
-    The list is empty if the race is decided, if repeats cannot decide it, or if the
-    time for repeats is used up.
+    The list is empty if the race is decided, if repeats cannot decide it, or
+    if the time for repeats is used up.
     """
     if "train_func" in train:
         return []
     found = contenders(config, records)
     first_seed = int(train.get("seed", 0)) + 1
     stands = _standing(config.objective, found, records, first_seed)
-    return [(found[entrant], first_seed + lap) for entrant, lap in stands.runs_next]
+    return [
+        (found[entrant], first_seed + lap) for entrant, lap in stands.runs_next
+    ]
 
 
 def _standing(
@@ -324,7 +334,9 @@ def _standing(
     if not stands.runs_next:
         return stands
     num_racing = len({entrant for entrant, _ in stands.runs_next})
-    left_s = _time_for_repeats_s(records) - sum(record.on_lane_s for record in ended)
+    left_s = _time_for_repeats_s(records) - sum(
+        record.on_lane_s for record in ended
+    )
     round_s = max(1e-9, num_racing * _mean_cost_s(ended or found))
     num_more = max(0, int(left_s / round_s))
     _, next_round = stands.runs_next[0]
@@ -334,17 +346,21 @@ def _standing(
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
     """Return a repeat as a run of the race, or None if it has no time.
 
-    A repeat that trained to its end without meeting the target counts with its whole
-    training time.
+    A repeat that trained to its end without meeting the target counts with its
+    whole training time. A repeat that a user has stopped has no time.
     """
     time_s = crossing_s(objective, record)
     if time_s is None:
+        if record.is_censored:
+            return None
         trained = [row.get("train_time_s", 0.0) for row in record.curve]
         whole_s = max(trained, default=0.0)
         if not record.finished or whole_s <= 0:
             return None
         return Lap(math.log(whole_s))
-    lost_s = record.disturbed_s or 0.0  # maybe after it had met the target
+    lost_s = (
+        record.disturbed_s or 0.0
+    )  # some of it perhaps after the target was met
     value_s = time_s.value - lost_s
     low_s = time_s.low - lost_s
     if value_s <= 0:
@@ -361,33 +377,35 @@ class Final:
     """A finalist."""
 
     record: TrialRecord
-    """Its run in the search."""
+    """The finalist's run in the search."""
     time_s: Interval
-    """To the target, alone: the geometric mean of its repeats."""
+    """Time to the target while no other trial runs: the geometric mean of its repeats."""
     samples_per_s: float
-    """Alone: the median of its repeats."""
+    """Throughput while no other trial runs: the median of its repeats."""
     latest_s: float
-    """The same mean, if each target was met as late as its evaluation allows."""
+    """The mean time, s, if each repeat met the target at the evaluation that shows it."""
     repeats: int
     num_missed: int
     """Repeats that did not meet the target."""
     ratio: Interval
-    """How many times as long as the fastest it takes."""
+    """Its time to the target, divided by that of the fastest finalist."""
     equal: bool
-    """Whether it cannot be told apart from the fastest, which is equal to itself."""
+    """Whether it cannot be told apart from the fastest; true for the fastest itself."""
 
 
 def finals(config: SweepConfig, records: Records) -> list[Final]:
     """Return the finalists by their repeats, fastest first.
 
-    A target is met somewhere between two evaluations, so each ratio's interval covers
-    every time in between.
+    A target is met somewhere between two evaluations, so each ratio's interval
+    covers every time in between.
 
     Returns:
-        One entry per finalist with a repeat that did not fail; empty before the first
-        analysis.
+        One entry per finalist with a repeat that did not fail; empty before
+        the first analysis.
     """
-    seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
+    seeds = [
+        record.seed or 0 for record in records if record.purpose == "repeat"
+    ]
     if not seeds:
         return []
     objective = config.objective
@@ -397,7 +415,8 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
     num_free = 0
     squares = 0.0
     for record, standing in zip(entrants, standings, strict=True):
-        runs = _repeats(record, records)
+        repeats = _repeats(record, records)
+        runs = [run for run in repeats if not run.is_censored]
         known = [_lap(objective, run) for run in runs]
         laps = [lap for lap in known if lap is not None]
         if standing is None or not laps:
@@ -408,7 +427,9 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
         squares += sum((lap.log_s - mean) ** 2 for lap in laps)
     if not groups:
         return []
-    width = student_t(REPEATS_WEIGHT + num_free, 0.975) * _pooled(squares, num_free)
+    width = student_t(REPEATS_WEIGHT + num_free, 0.975) * _pooled(
+        squares, num_free
+    )
     groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
     return [
         _final(standing, record, runs, laps, width / math.sqrt(len(laps)))
@@ -423,7 +444,7 @@ def _final(
     laps: Sequence[Lap],
     half: float,
 ) -> Final:
-    """Return a finalist; `half` is the half width of its mean logarithm of a time."""
+    """Return a finalist; `half` is the half width of its mean logarithmic time."""
     mean = statistics.fmean(lap.log_s for lap in laps)
     early, late = _early_and_late(laps)
     time_s = _exponential(mean, mean - early - half, mean + late + half)
@@ -445,14 +466,15 @@ def _exponential(value: float, low: float, high: float) -> Interval:
 
 
 def most_ahead(records: Records, found: Sequence[Final]) -> float | None:
-    """Return an upper bound on how many times as fast as the best another trial is.
+    """Return an upper bound on any other trial's speed, divided by the best trial's.
 
-    It holds with 95 % confidence. Finalists are bounded by their race; all others by
-    their one run and the usual spread between repeats of one configuration. A trial
-    that was stopped is taken to need at least the time that it had trained.
+    The bound holds with 95 % confidence. Finalists are bounded by their race;
+    all others by their one run and the usual spread between repeats of one
+    configuration. A trial that was stopped is taken to need at least the time
+    for which it had trained.
 
     Returns:
-        The ratio, at least 1; None where no trial has met the target.
+        The ratio, at least 1; None if no trial has met the target.
     """
     trials = _fastest_first(records)
     if not trials:
@@ -467,7 +489,9 @@ def most_ahead(records: Records, found: Sequence[Final]) -> float | None:
         ratios += [_ratio(1.0, final.ratio.low) for final in found[1:]]
         repeated = {trial_id(final.record.config) for final in found}
         others = [
-            record for record in trials if trial_id(record.config) not in repeated
+            record
+            for record in trials
+            if trial_id(record.config) not in repeated
         ]
     earliest_s = [time_alone(record).low for record in others]
     num_compared = len(trials) - 1
@@ -489,10 +513,12 @@ def _ratio(value: float, other: float) -> float:
 
 
 def pressure(records: Records, repeats: bool = False) -> float | None:
-    """Return in what share of their time finished trials, or repeats, waited for a CPU.
+    """Return the share of finished trials' time in which work waited for a CPU.
+
+    If `repeats`, only finalists' repeats count, else everything but repeats.
 
     Returns:
-        The median; None where nothing is known.
+        The median; None if nothing is known.
     """
     known = []
     for record in records:

@@ -1,6 +1,6 @@
-"""Searches as Ray Tune takes them: spaces, searchers, a scheduler.
+"""A sweep's space, searcher and scheduler in the form that Ray Tune takes (Ray).
 
-The only file here with Ray.
+No other file in this folder imports Ray.
 """
 
 import math
@@ -70,12 +70,15 @@ def num_samples(config: SweepConfig, before: int) -> int:
 
 
 def searcher(
-    config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = (), seed: int = 0
+    config: SweepConfig,
+    lanes: int,
+    before: Sequence[TrialRecord] = (),
+    seed: int = 0,
 ) -> Any:
     """Return the search algorithm for Tune, limited to `lanes` trials at a time.
 
-    `before` are the trials of an earlier start. Optuna continues from them; the other
-    algorithms choose the same trials again.
+    `before` are the trials of an earlier start. Optuna continues from them;
+    the other algorithms choose the same trials again.
     """
     if config.around is not None:
         return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
@@ -91,7 +94,7 @@ def _optuna_search(
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
-    # The sweep has a line of its own for each trial.
+    # The sweep logs its own line for each trial.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     known = [record for record in before if not record.is_censored]
     rewards = [reward(config.objective, record) for record in known]
@@ -108,7 +111,8 @@ def _optuna_search(
 class AroundSearch(Searcher):
     """Proposes the trials that `next_trials` returns.
 
-    A resumed sweep proposes the same trials again; their results come from the journal.
+    A resumed sweep proposes the same trials again; their results come from the
+    journal.
     """
 
     def __init__(self, config: SweepConfig) -> None:
@@ -131,16 +135,18 @@ class AroundSearch(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: Tree | None = None, error: bool = False
     ) -> None:
-        """Store the score of a trial that ended; without a status, it was stopped."""
+        """Store an ended trial's score; if a result has no status, it was stopped."""
         result = result or {"status": "error"}
         found = NO_SCORE
         if result.get("status", "stopped") in ("done", "stopped"):
-            found = score(self._config.objective, result.get("objective"), result)
+            found = score(
+                self._config.objective, result.get("objective"), result
+            )
         name = self._running.pop(trial_id)
         self._scores[name] = found
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: the journal has it all."""
+        """Save nothing: the journal has all results."""
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:
@@ -162,10 +168,10 @@ def worst(objective: Objective) -> float:
 def so_far(
     objective: Objective, curve: Sequence[Row], usd_per_hour: float | None
 ) -> float:
-    """Return the objective after the evaluations of a curve, for a scheduler.
+    """Return the objective's value after a curve's evaluations, for a scheduler.
 
-    It is the worst value if the target is not met, or the figure is NaN; and NaN if no
-    evaluation has the metric yet.
+    If the target is not met, or the metric is NaN, this is the worst value. If
+    no evaluation has the metric yet, this is NaN.
     """
     if objective.metric in TO_TARGET:
         value = time_to_target(objective, curve)
@@ -180,7 +186,7 @@ def so_far(
 
 
 class AshaScheduler(AsyncHyperBandScheduler):
-    """ASHA by the evaluations of all trials, also of those that Tune did not see run."""
+    """ASHA by the evaluations of all trials, including those that Tune did not see."""
 
     def __init__(
         self,
@@ -188,29 +194,37 @@ class AshaScheduler(AsyncHyperBandScheduler):
         records: Mapping[str, TrialRecord],
         usd_per_hour: float | None,
     ) -> None:
-        """Take the records of all trials that have ended."""
+        """`records`: those of all ended trials, by ID; the sweep keeps adding to them."""
         super().__init__(
-            metric="objective", mode=objective.direction, max_t=_MOST_EVALUATIONS
+            metric="objective",
+            mode=objective.direction,
+            max_t=_MOST_EVALUATIONS,
         )
         self._objective = objective
         self._records = records
         self._usd_per_hour = usd_per_hour
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Tune pickles it for a restore that the journal replaces.
+        # Tune pickles the scheduler for its own restore; a sweep resumes from
+        # the journal instead.
         return FIFOScheduler, ()
 
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: Tree) -> str:
-        """Decide whether a trial goes on; called by Tune with each evaluation."""
+    def on_trial_result(
+        self, tune_controller: Any, trial: Any, result: Tree
+    ) -> str:
+        """Decide whether a trial continues; called by Tune with each evaluation."""
         if math.isnan(result["objective"]):
             return str(TrialScheduler.CONTINUE)
         return str(super().on_trial_result(tune_controller, trial, result))
 
-    def on_trial_complete(self, tune_controller: Any, trial: Any, result: Tree) -> None:
+    def on_trial_complete(
+        self, tune_controller: Any, trial: Any, result: Tree
+    ) -> None:
         """Note a trial's end; called by Tune.
 
-        Of a trial that has ended before Tune starts it, Tune hears the end alone, as if
-        it were the first evaluation. Its evaluations are noted instead.
+        If a trial ended before Tune started it, Tune learns only of its end,
+        as if that were its first evaluation. This method notes the trial's
+        evaluations instead.
         """
         record = self._records.get(result.get("trial", ""))
         if record is None or record.is_censored:
@@ -224,7 +238,7 @@ class AshaScheduler(AsyncHyperBandScheduler):
 
 
 class BeatenScheduler(FIFOScheduler):
-    """Stops a trial that has trained far longer than another needed to its target."""
+    """Stops a trial that trained far longer than another trial needed to its target."""
 
     def __init__(
         self,
@@ -232,9 +246,10 @@ class BeatenScheduler(FIFOScheduler):
         records: Mapping[str, TrialRecord],
         why: dict[str, str],
     ) -> None:
-        """Take the records of all trials that have ended.
+        """`records`: those of all ended trials, by ID; the sweep keeps adding to them.
 
-        For each trial that it stops, it adds the reason to `why`, by Tune's ID.
+        When the scheduler stops a trial, it adds the reason to `why`, by
+        Tune's ID of the trial.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._objective = objective
@@ -242,12 +257,17 @@ class BeatenScheduler(FIFOScheduler):
         self._why = why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Tune pickles it for a restore that the journal replaces.
+        # Tune pickles the scheduler for its own restore; a sweep resumes from
+        # the journal instead.
         return FIFOScheduler, ()
 
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: Tree) -> str:
-        """Decide whether a trial goes on; called by Tune with each evaluation."""
-        trained_s = result.get("train_time_s", 0.0) - result.get("disturbed_s", 0.0)
+    def on_trial_result(
+        self, tune_controller: Any, trial: Any, result: Tree
+    ) -> str:
+        """Decide whether a trial continues; called by Tune with each evaluation."""
+        trained_s = result.get("train_time_s", 0.0) - result.get(
+            "disturbed_s", 0.0
+        )
         if self._objective.reached(result) or trained_s < _WORTH_S:
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():

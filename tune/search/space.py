@@ -10,12 +10,18 @@ from trainers.config.function import build_run, kind_of
 from trainers.config.model import Tree, override
 from trainers.errors import MISSING, ConfigError
 from trainers.versions import require_package
-from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
+from tune.config import (
+    MOST_TRIALS,
+    Objective,
+    Range,
+    SweepConfig,
+    sample_values,
+)
 from tune.trials.record import Records, TrialRecord, trial_id, value_of
 
 _FIRST_STEPS = (0, 1, -1)
 _MOST_STEPS = 6
-"""Doublings on either side."""
+"""The most doublings of the rate on either side of the start."""
 _ALL_STEPS = range(-_MOST_STEPS, _MOST_STEPS + 1)
 WHOLE = "whole_trial"
 """The only key in Tune's configuration if Tune got the trial as a whole."""
@@ -25,8 +31,8 @@ _FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
 Values = list[Any] | Range
 Space = Mapping[str, Values]
 Score = tuple[float, float]
-"""Smaller is better: the objective's value and, to compare trials that have none, the
-last value of the target's metric.
+"""Smaller is better: the objective's value and, to compare trials that have
+none, the last value of the target's metric.
 """
 NO_SCORE: Score = (math.inf, math.inf)
 """The score of a trial that failed."""
@@ -50,7 +56,9 @@ def _smaller_is_better(mode: str, value: float | None) -> float:
     return value if mode == "min" else -value
 
 
-def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str, Score]:
+def scores_of(
+    objective: Objective, records: Iterable[TrialRecord]
+) -> dict[str, Score]:
     """Return the scores of trials that have ended, by ID.
 
     A trial that a user has stopped is scored without an objective value.
@@ -68,17 +76,22 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
     return found
 
 
-def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[Tree]:
-    """Return the trials to run next, given `scores`; empty when the search is over.
+def next_trials(
+    config: SweepConfig, scores: Mapping[str, Score]
+) -> list[Tree]:
+    """Return the trials to run next; empty when the search is over.
 
-    `lr: around` searches the best rate for each combination of the space's other
-    values. It starts with the run's own rate, which `lr_scaling` adapts to the batch
-    size, and with half and twice that rate. As long as the best rate is the smallest or
-    largest that was tried, the next rate beyond it follows, until the best one has a
-    worse neighbour on either side.
+    `scores` are those of the trials that have ended, by ID.
 
-    The start rates of all combinations come first, then their neighbours, so that it
-    shows early which combinations are beaten.
+    `lr: around` searches the best rate for each combination of the space's
+    other values. It starts with the run's own rate, which `lr_scaling` adapts
+    to the batch size, and with half and twice that rate. As long as the best
+    rate is the smallest or largest that was tried, the next rate beyond it
+    follows, until the best one has worse neighbours on both sides, or is six
+    doublings away.
+
+    The start rates of all combinations come first, then their neighbours, so
+    that beaten combinations show early.
     """
     others = dict(config.space)
     key = str(config.around)
@@ -120,13 +133,16 @@ def _next_steps(scores: Mapping[int, Score]) -> list[int]:
     if missing:
         return missing
     best = min(scores, key=lambda step: (scores[step], abs(step)))
-    beyond = best + 1 if best > 0 else best - 1  # the side of the start has been tried
+    # The neighbour on the side of the start has been tried.
+    beyond = best + 1 if best > 0 else best - 1
     if beyond in scores or beyond not in _ALL_STEPS:
         return []
     return [beyond]
 
 
-def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Tree) -> bool:
+def is_inside(
+    config: SweepConfig, records: Iterable[TrialRecord], trial: Tree
+) -> bool:
     """Return whether both neighbours of a trial's rate have been tried."""
     tried = {record.id for record in records}
     key = str(config.around)
@@ -138,7 +154,8 @@ def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Tree) 
 def check_space(config: SweepConfig, train: Tree, source: str) -> None:
     """Check that each value of the space, and each trial of a grid, gives a valid run.
 
-    Raises ConfigError if one does not, or if the search's package is not installed.
+    Raises ConfigError if one does not, or if the search's package is not
+    installed.
     """
     if config.search == "optuna":
         require_package("search", "optuna", source)
@@ -154,8 +171,8 @@ def _check_names(space: Space, source: str) -> None:
     """Raise ConfigError for a key that Ray's OptunaSearch takes for a path of keys."""
     for key in space:
         if "/" in key:
-            rule = "has a `/`, which search optuna cannot take"
-            fix = "rename it, or set `search: random`"
+            rule = "contains a `/`, which `search: optuna` does not allow"
+            fix = "rename the key, or set `search: random`"
             raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
 
 
@@ -163,8 +180,8 @@ def check_trial(train: Tree, trial: Tree, source: str) -> None:
     """Raise ConfigError if a trial sets a fixed key or does not give a valid run."""
     for key in trial:
         if key.partition(".")[0] in _FIXED:
-            rule = "cannot vary inside a sweep: lanes are set up once"
-            fix = "set it under `train:` and run a sweep for each"
+            rule = "cannot vary inside a sweep"
+            fix = "remove it, or run one sweep for each value"
             raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
     try:
         build_run(trial_tree(train, trial), "space")
@@ -172,8 +189,10 @@ def check_trial(train: Tree, trial: Tree, source: str) -> None:
         raise error_in_space(error, trial, source) from error
 
 
-def error_in_space(error: ConfigError, trial: Tree, source: str) -> ConfigError:
-    """Return a run's error as one of the space, if a value of the trial is at fault.
+def error_in_space(
+    error: ConfigError, trial: Tree, source: str
+) -> ConfigError:
+    """Return a run's error, with `space.` before its field if the trial sets that field.
 
     Otherwise the error's text is extended by the values of the trial.
     """
@@ -196,7 +215,7 @@ def grid(config: SweepConfig) -> list[Tree]:
 
 
 def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
-    """Return a grid's trials without a record, or the next ones of an `around`."""
+    """Return a grid's trials without a record, or an `around` search's next trials."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
         planned = grid(config)[: config.budget.trials]
@@ -209,9 +228,10 @@ def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
 
 
 def trial_tree(train: Tree, trial: Tree) -> Tree:
-    """Return the whole configuration of a trial; maps names by a function's `keys`.
+    """Return a trial's whole configuration: the run's, with the trial's values.
 
-    A section's value is set before the values of single keys in it.
+    A training function's mapping `keys` translates the trial's names. The value
+    of a section is set before the values of single keys in that section.
     """
     keys = train.get("keys") or {}
     values = {keys.get(key, key): value for key, value in trial.items()}
@@ -219,12 +239,15 @@ def trial_tree(train: Tree, trial: Tree) -> Tree:
 
 
 def known_space(space: Space, train: Tree, source: str) -> Space:
-    """Return a space keyed by a function's `keys`; `around: run` becomes a number."""
+    """Return a space with our names for the keys of a function that `keys` lists.
+
+    `around: run` becomes the run's own value.
+    """
     keys = train.get("keys") or {}
     names = {path: name for name, path in keys.items()}
     for path, name in names.items():
         if path in space and name in space:
-            rule = f"is {name}, which is there too"
+            rule = f"is the same key as `{name}` (by the function's `keys`), and the space has both"
             fix = "keep one of the two"
             raise ConfigError(f"space.{path}", MISSING, rule, fix, source)
     return {
@@ -237,9 +260,15 @@ def _from_run(key: str, values: Values, train: Tree, source: str) -> Values:
     if isinstance(values, list) or values.around != "run":
         return values
     start = value_at(train, key)
-    if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
-        rule = "begins with the run's own value, which is no number above 0"
-        fix = f"give `{key}` below `train`"
+    if (
+        isinstance(start, bool)
+        or not isinstance(start, int | float)
+        or not start > 0
+    ):
+        rule = (
+            "starts from the run's own value, which must be a number above 0"
+        )
+        fix = f"set `{key}` in `train`, or write `{{around: 0.003}}`"
         raise ConfigError(f"space.{key}", "around", rule, fix, source)
     return Range(around=float(start))
 

@@ -1,14 +1,16 @@
-"""The driver's work between Tune's steps: Ctrl-C, the live table, growth (Ray).
+"""The driver's work between Tune's steps: signals, the live table, new lanes (Ray).
 
-Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
+This module sets the metrics `paceline_trials` and `paceline_lane_busy`, which
+Prometheus reads.
 """
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -33,7 +35,13 @@ from tune.search.space import unwrap
 from tune.sweeps._trial import assignment_of
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
-from tune.trials.journal import WRITE_EVERY_S, Journal, Live, Running, write_live
+from tune.trials.journal import (
+    WRITE_EVERY_S,
+    Journal,
+    Live,
+    Running,
+    write_live,
+)
 from tune.trials.record import (
     BY_BUDGET,
     BY_HAND,
@@ -69,7 +77,9 @@ class View:
 def render(view: View) -> RenderableType:
     """Return the live table."""
     ended = sum(view.statuses.values())
-    counts = [f"{count} {status}" for status, count in view.statuses.items() if count]
+    counts = [
+        f"{count} {status}" for status, count in view.statuses.items() if count
+    ]
     head = f"{view.config.name}   {ended}/{view.live.total} trials"
     if counts:
         head += f": {', '.join(counts)}"
@@ -81,18 +91,27 @@ def render(view: View) -> RenderableType:
     return Group(Text(head, style="bold"), _running(view.live.running), *shown)
 
 
-def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) -> str:
+def _best_so_far(
+    config: SweepConfig, best: tuple[float, TrialRecord] | None
+) -> str:
     """Return the best value and its configuration in words; empty if there is none."""
     if best is None:
         return ""
     value, record = best
-    return f"{config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
+    return (
+        f"{config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
+    )
 
 
 def _running(running: Sequence[Running]) -> Table:
     """Return a table with a row for each trial on a lane."""
     table = Table(box=None, pad_edge=False, show_header=bool(running))
-    columns = {"lane": "right", "trial": "left", "step": "right", "newest": "left"}
+    columns = {
+        "lane": "right",
+        "trial": "left",
+        "step": "right",
+        "newest": "left",
+    }
     for header, justify in {**columns, "for": "right"}.items():
         table.add_column(header, justify=justify)  # type: ignore[arg-type]
     for trial in running:
@@ -107,7 +126,9 @@ def _spent(view: View) -> str:
     config = view.config
     busy = len(view.live.running)
     lanes = view.live.num_lanes
-    words = f"time          {duration(view.spent_s)}, {busy} of {lanes} lanes busy"
+    words = (
+        f"time          {duration(view.spent_s)}, {busy} of {lanes} lanes busy"
+    )
     if config.usd_per_hour is not None:
         words += f", {dollars(view.spent_s, config.usd_per_hour):.2f} USD"
     if config.time_budget_s is not None:
@@ -119,7 +140,9 @@ def _spent(view: View) -> str:
 class Terminal:
     """Shows the live table on a terminal or in a notebook, below the lines of the log."""
 
-    def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
+    def __init__(
+        self, console: Console | None = None, is_live: bool = True
+    ) -> None:
         """`is_live` says whether to show the live table."""
         self._console = console or TerminalConsole()
         self._is_live = is_live
@@ -132,7 +155,8 @@ class Terminal:
         if self._console.is_jupyter:
             from IPython.display import HTML, display
 
-            # rich's own needs ipywidgets, and the notebook their extension.
+            # rich's live display needs ipywidgets and, in the notebook, their
+            # extension.
             cell = display(HTML(""), display_id=True)
             self._draw = lambda shown: cell.update(HTML(as_html(shown)))
             self._undo.callback(cell.update, HTML(""))
@@ -150,21 +174,23 @@ class Terminal:
         self._draw = None
 
     def update(self, view: View) -> None:
-        """Redraw the live table, where there is one."""
+        """Redraw the live table, if there is one."""
         if self._draw is not None:
             self._draw(render(view))
 
 
 class Pace:
-    """Sets how many trials Tune runs at a time: as many as there are lanes for them.
+    """Sets how many trials Tune runs at a time, by the number of lanes.
 
-    Tune starts an actor for each of them (3 s), and passes it on from trial to trial.
+    Tune starts an actor for each of these trials, which takes 3 s, and later
+    gives the actor to another trial.
     """
 
     def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
         """`total` is how many trials Tune will start, if the search ignores results.
 
-        For other searches it is None: as many trials run at a time as there are lanes.
+        For other searches it is None: as many trials run at a time as there
+        are lanes.
         """
         self._search = search
         self._mailbox = mailbox
@@ -176,27 +202,30 @@ class Pace:
         """When the first trial got its actor, by this machine's clock."""
 
     def lanes_started(self, count: int) -> None:
-        """Allow for `count` lanes that were started, whether they are up or not."""
+        """Allow `count` trials at a time: one for each started lane, up or not."""
         if self._total is None:
             self._allow(count)
 
     def lanes_up(self, count: int) -> None:
-        """Allow for `count` lanes that are up.
+        """Allow `count` trials at a time: one for each lane that is up.
 
-        Actors that start before their lanes are up would only slow the lanes' start.
+        Actors that start before their lanes are up would only slow the lanes'
+        start.
         """
         if self._total is None:
             return
         if count == 1 or self._left_s(self._total) >= _PAYS_S:
             self._allow(count)
         is_all = len(self._started) >= self._total
-        self._mailbox.expect.remote(0 if is_all else self._search.max_concurrent)
+        self._mailbox.expect.remote(
+            0 if is_all else self._search.max_concurrent
+        )
 
     def _left_s(self, total: int) -> float:
-        """Estimate how long one lane would need for the remaining trials, s.
+        """Estimate how long the remaining trials will take at the pace so far, s.
 
-        Another actor does not pay if they end before it is up; Tune also waits for it
-        at the end (5 s).
+        Another actor does not pay off if the trials end before the actor is up.
+        Tune would also wait for that actor at the end (5 s).
         """
         if not self._started:
             return 0.0
@@ -229,7 +258,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Extra:
-    """A trial that the driver submits: a clone, a repeat, or one of Tune's, early."""
+    """A trial that the driver submits: a clone, a repeat, or one that Tune will start."""
 
     config: Tree
     purpose: Purpose = "trial"
@@ -270,14 +299,14 @@ class Progress(tune.Callback):
         """The name of the signal that asked the sweep to stop, once it has arrived."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
         self.failure: Exception | None = None
-        """The error that ends the sweep. It is raised between two of Tune's steps:
-        inside a step, Tune would attribute it to a trial.
+        """The error that ends the sweep. It is raised between two of Tune's
+        steps: inside a step, Tune would attribute it to a trial.
         """
         self.seen: dict[str, Tree] = {}
         """Configurations of the trials that have started, by ID."""
         self.extras: dict[str, Extra] = {}
-        """What the driver has submitted and that has not ended, by ID; trials of Tune's
-        until Tune starts them.
+        """Trials that the driver has submitted and that have not ended, by ID.
+        A trial of Tune's is among them only until Tune starts that trial.
         """
         self.records: dict[str, TrialRecord] = {}
         """Records of all trials that have ended, as they were stored then."""
@@ -286,7 +315,7 @@ class Progress(tune.Callback):
         self.reasons: dict[str, str] = {}
         """Why a scheduler has stopped trials, by Tune's IDs."""
         self._started: dict[str, float] = {}
-        # Trials of Tune's whose end was told before Tune heard of it.
+        # Tune's trials whose end was reported before Tune learned of it.
         self._told: set[str] = set()
         self._num_clones = 0
         self._train = spec.train
@@ -302,14 +331,15 @@ class Progress(tune.Callback):
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Tune pickles its callbacks for a restore that the journal replaces.
+        # Tune pickles its callbacks for its own restore; a sweep resumes from
+        # the journal instead.
         return tune.Callback, ()
 
     def heeding_signals(self) -> StopSignals:
         """Return a context in which stop signals are noted, for `tick` to act on.
 
-        An exception that the signal handler itself raised could be swallowed by any
-        `except` in the code that happens to be running.
+        An exception that the signal handler itself raised could be swallowed
+        by any `except` in the code that happens to be running.
         """
 
         def note(name: str) -> None:
@@ -317,11 +347,15 @@ class Progress(tune.Callback):
 
         return StopSignals(note)
 
-    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Do what is due; called by Tune in its loop, several times a second."""
+    def on_step_begin(
+        self, iteration: int, trials: list[Any], **info: Any
+    ) -> None:
+        """Call `tick`; called by Tune in its loop, several times a second."""
         self.tick()
 
-    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+    def on_step_end(
+        self, iteration: int, trials: list[Any], **info: Any
+    ) -> None:
         """Submit the first trials while their actors start; called by Tune."""
         if self._started:
             return
@@ -330,7 +364,7 @@ class Progress(tune.Callback):
                 self.hurry(unwrap(trial.config))
 
     def hurry(self, config: Tree) -> None:
-        """Submit a trial of Tune's, unless it is submitted already.
+        """Submit one of Tune's trials, unless it is submitted already.
 
         Tune may start it much later, so the driver records its end.
         """
@@ -396,7 +430,9 @@ class Progress(tune.Callback):
         run = self._config.name
         counts = {**self._statuses, "running": len(state["running"])}
         for status in ("running", *STATUSES):
-            self._trials.set(counts.get(status, 0), {"run": run, "status": status})
+            self._trials.set(
+                counts.get(status, 0), {"run": run, "status": status}
+            )
         self._lanes_seen |= set(state["lanes"])
         for lane in self._lanes_seen:
             is_busy = float(lane in state["running"])
@@ -438,7 +474,7 @@ class Progress(tune.Callback):
             self.say_end(record)
 
     def count_clone(self, record: TrialRecord) -> None:
-        """Count a clone of an earlier start."""
+        """Count a clone that ended in an earlier start of the sweep."""
         self._num_clones += 1
         self._count(record)
 
@@ -480,22 +516,28 @@ class Progress(tune.Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Let a trial go on though its actor has failed; called by Tune."""
+        """Let a trial continue although its actor has failed; called by Tune."""
         with self._noting_failure():
             name = _name(trial)
             ray.get(self._mailbox.orphan.remote(name))
-            logger.info("trial %s: its Tune actor has died; another goes on", name)
+            logger.info(
+                "trial %s: its Tune actor has died; a new actor takes over",
+                name,
+            )
 
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Have the sweep end; called by Tune when it gives a trial up."""
+        """End the sweep with an error; called by Tune when it gives up a trial."""
         what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times ({trial.error_file})"
+        with suppress(OSError, TypeError):  # Tune may have no such file
+            text = Path(trial.error_file).read_text(encoding="utf-8").strip()
+            what += "; the last time: " + text.rpartition("\n")[2]
         self.failure = self.failure or PacelineError(what)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Store an error of the block in `failure`, which ends the sweep, and go on."""
+        """Store an error of the block in `failure`, which ends the sweep later."""
         try:
             yield
         except (PacelineError, ray.exceptions.RayError) as error:
@@ -511,13 +553,15 @@ class Progress(tune.Callback):
         """Submit a trial that is not part of the search, and return its ID.
 
         Args:
-            config: Its dotted keys and values.
-            purpose: Whether it is a clone or a finalist's repeat.
+            config: The trial's dotted keys and values.
+            purpose: Whether the trial is a clone or a finalist's repeat.
             seed: For a repeat, the seed that replaces the configuration's own.
-            source: The location of the state from which it continues, if any.
+            source: Where the state is from which the trial continues, if any.
         """
         objective = self._config.objective
-        assignment = assignment_of(config, self._train, objective, purpose, seed)
+        assignment = assignment_of(
+            config, self._train, objective, purpose, seed
+        )
         name = assignment.trial
         self._num_clones += purpose == "clone"
         assignment = replace(assignment, source=source)
@@ -546,7 +590,7 @@ class Progress(tune.Callback):
         return True
 
     def _record(self, name: str, why_stopped: str) -> None:
-        """Load a trial's record; write one if its actor could not, or it was stopped.
+        """Load a trial's record; write one if its actor did not, or the trial was stopped.
 
         A trial without an evaluation or an outcome gets no record.
         """
@@ -562,7 +606,7 @@ class Progress(tune.Callback):
             self._output.record({"record": "trial", **asdict(record)})
 
     def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
-        """Make a trial's record from its lane's reports; as stopped if not ended."""
+        """Make a record from a lane's reports; a trial without an outcome was stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
@@ -585,13 +629,17 @@ class Progress(tune.Callback):
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the budget cut off; raise if any other is missing."""
         for name in list(self.extras):
-            self.has_ended(name)  # since the last look
+            self.has_ended(
+                name
+            )  # in case the trial has ended since the last look
         if self.failure is not None:
             raise self.failure
         known = {*self.records, *self.extras}
         missing = [name for name in self._started if name not in known]
         if missing and not is_over_budget:
-            which = f"trial {missing[0]} ({len(missing)} in all)"
+            which = f"trial {missing[0]}"
+            if len(missing) > 1:
+                which += f" and {len(missing) - 1} more"
             raise PacelineError(f"Tune has ended without a result of {which}")
         for name in missing:
             self._record(name, BY_BUDGET)

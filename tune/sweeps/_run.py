@@ -37,7 +37,7 @@ from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.ray_internals import without_tags
 from tune.search import ray_search
-from tune.search.finalists import repeats_to_run
+from tune.search.finalists import contenders, repeats_to_run
 from tune.search.space import open_trials
 from tune.sweeps._progress import Pace, Progress
 from tune.sweeps._trial import LaneTrial
@@ -50,28 +50,27 @@ from tune.trials.steering import Action, Actions, Steering
 logger = logging.getLogger(__name__)
 
 _QUIET_TIMEOUT_S = 60.0
-"""How long to wait for stopped trials to notice, and for lanes to start."""
+"""How long to wait until stopped trials have ended, and starting lanes are up."""
 _LOOK_S = 0.5
 _SOON_S = 0.1
 _MAX_ACTORS = 4
-"""Actors that Tune may start for a trial; the trial's lane goes on without them."""
+"""Actors that Tune may start for a trial; the trial's lane continues without them."""
 _LEAST_ROOM_BYTES = 2**20
 
 
 class Steered:
-    """The user actions that have been carried out so far.
+    """Reads the actions of users, carries them out, and remembers their effect."""
 
-    The driver reads new actions here, and carries them out.
-    """
-
-    def __init__(self, spec: SweepSpec, mailbox: Any, progress: Progress) -> None:
+    def __init__(
+        self, spec: SweepSpec, mailbox: Any, progress: Progress
+    ) -> None:
         self._spec = spec
         self._mailbox = mailbox
         self._progress = progress
         self._actions = Actions(spec.storage)
         self._journal = Journal(spec.storage)
         known = self._actions.read()
-        self._actions.news()  # what an earlier start has said
+        self._actions.news()  # dropped: an earlier start has logged these
         if known.paused:
             words = "paused by hand: lanes take no trial until `python -m tune steer %s go-on`"
             logger.info(words, spec.uri)
@@ -79,14 +78,16 @@ class Steered:
         self._begun: set[str] = set()
         self._is_alone = False
         self.is_extended = False
-        """Whether the sweep was extended: it goes on with another configuration once
-        its trials have ended.
+        """Whether the sweep was extended: it continues with another
+        configuration once its trials have ended.
         """
 
     @property
     def has_clones(self) -> bool:
         """Whether clones are running or about to start."""
-        return bool(self._progress.extras or self._steering.clones.keys() - self._begun)
+        return bool(
+            self._progress.extras or self._steering.clones.keys() - self._begun
+        )
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -119,7 +120,9 @@ class Steered:
             name = trial_id(trial)
             if name in steering.first and name not in before.first:
                 self._progress.hurry(trial)
-        self.is_extended = self.is_extended or steering.extension != before.extension
+        self.is_extended = (
+            self.is_extended or steering.extension != before.extension
+        )
 
     def _begin(self, name: str, clone: Action) -> None:
         """Submit a clone, unless it has a record already."""
@@ -147,7 +150,7 @@ def run_sweep(
     Args:
         spec: The sweep, whose directory is ready.
         checked: Whether to check the nodes first.
-        output: What the user wants to be told.
+        output: How to report to the user.
         zygote: The sweep's zygote, if it has been started already.
 
     Returns:
@@ -157,9 +160,10 @@ def run_sweep(
         ConfigError: The cluster can never hold a trial.
         ClusterError: The check of the nodes found errors.
         Interrupted: The sweep was asked to stop.
-        PacelineError: The sweep was cut off; trials that had ended are in the journal.
+        PacelineError: The sweep was cut off; trials that had ended are in the
+            journal.
     """
-    # Tune misses the result files that the journal replaces.
+    # Tune warns that result files are missing, which the journal replaces.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     # The mailbox reports why a lane restarts.
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)
@@ -167,6 +171,27 @@ def run_sweep(
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
         run.to_end()
     return run.records()
+
+
+class Budget:
+    """How long a sweep may take, from this object's creation on."""
+
+    def __init__(self, budget_s: float) -> None:
+        """`budget_s` may be infinite."""
+        self._deadline = time.monotonic() + budget_s
+        self._wall_deadline = time.time() + budget_s
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether either clock has passed its deadline.
+
+        Ray Tune ends a sweep by the wall clock, which may be set, and which
+        continues while the machine is suspended; the monotonic clock does not.
+        """
+        return (
+            time.monotonic() >= self._deadline
+            or time.time() >= self._wall_deadline
+        )
 
 
 class _Run:
@@ -178,27 +203,35 @@ class _Run:
         self._spec = spec
         self._plan = plan
         records = Journal(spec.storage).records()
-        # Trials without a record, or the repeats of finalists.
+        # If only repeats of finalists are left, they need one lane.
         self._num_to_run = max(1, num_missing(spec.config, records))
-        self._deadline = math.inf
-        """When the budget is used up, by this machine's clock."""
+        self._budget = Budget(math.inf)
         # Searches that do not learn propose their old trials again.
         self._before: list[TrialRecord] = []
         if spec.config.learns:
-            self._before = [record for record in records if record.purpose == "trial"]
+            self._before = [
+                record for record in records if record.purpose == "trial"
+            ]
         at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
         self._search = ray_search.searcher(
-            spec.config, at_a_time, self._before, int(spec.train.get("seed", 0))
+            spec.config,
+            at_a_time,
+            self._before,
+            int(spec.train.get("seed", 0)),
         )
         self._lanes = _lanes(spec, plan, zygote)
         self._mailbox = self._lanes.mailbox
         num_trials = plan.num_trials if plan.is_independent else None
         self._pace = Pace(self._search, self._mailbox, num_trials)
         grow = self._grow if spec.config.lanes == "auto" else None
-        self._progress = Progress(spec, plan, self._mailbox, self._pace, grow, output)
+        self._progress = Progress(
+            spec, plan, self._mailbox, self._pace, grow, output
+        )
         for record in self._before:
             self._progress.seen[record.id] = record.config
-        self._progress.records.update({record.id: record for record in records})
+        self._progress.records.update(
+            {record.id: record for record in records}
+        )
         self._steered = Steered(spec, self._mailbox, self._progress)
         self._progress.steer = self._steered.look
 
@@ -213,8 +246,8 @@ class _Run:
         try:
             self._with_signals()
             self._lanes.close()
-            # Tune holds a copy of the handle, which would keep the actor alive as long
-            # as this process.
+            # Tune holds a copy of the handle, which would keep the actor alive
+            # as long as this process.
             ray.kill(self._mailbox)
             Journal(self._spec.storage).tidy()
         except BaseException as error:
@@ -244,24 +277,23 @@ class _Run:
         num_lanes = min(self._plan.num_lanes, self._num_to_run)
         workers = counted(self._plan.train.scaling.max_workers, "worker")
         logger.info(
-            "%s: %s trials in %s of %s; the lanes are starting",
+            "%s: %s in %s of %s; the lanes are starting",
             self._spec.config.name,
-            self._plan.num_trials,
+            counted(self._plan.num_trials, "trial"),
             counted(num_lanes, "lane"),
             workers,
         )
         self._steered.look()
         self._lanes.grow(num_lanes)
-        budget_s = self._spec.config.time_budget_s or math.inf
-        self._deadline = time.monotonic() + budget_s
+        self._budget = Budget(self._spec.config.time_budget_s or math.inf)
         with without_tags():
             self._tuner().fit()
         self._pace.over()
         while True:
-            while self._steered.has_clones and not self._is_over_budget:
+            while self._steered.has_clones and not self._budget.is_used_up:
                 self._progress.tick()
                 time.sleep(_LOOK_S)
-            is_over_budget = self._is_over_budget
+            is_over_budget = self._budget.is_used_up
             self._progress.record_rest(is_over_budget)
             if is_over_budget:
                 logger.info("the sweep ends here: the budget is used up")
@@ -272,10 +304,6 @@ class _Run:
             if not self._steered.has_clones:
                 return
 
-    @property
-    def _is_over_budget(self) -> bool:
-        return time.monotonic() >= self._deadline
-
     def _grow(self) -> None:
         """Start further lanes if the cluster has grown."""
         plan = SweepPlan.make(
@@ -284,7 +312,7 @@ class _Run:
         count = min(self._num_to_run, plan.num_lanes)
         more = count - self._lanes.count
         if more > 0:
-            words = "the cluster holds %d lanes by now: another %d start"
+            words = "the cluster now holds %d lanes: %d more start"
             logger.info(words, count, more)
         self._lanes.grow(count)
         self._pace.lanes_started(self._lanes.count)
@@ -304,7 +332,9 @@ class _Run:
             return error
         if not isinstance(cause, Exception):
             return error
-        return PacelineError(f"{_why(cause, self._spec)}; {_goes_on(self._spec)}")
+        return PacelineError(
+            f"{_why(cause, self._spec)}; {_goes_on(self._spec)}"
+        )
 
     def _tuner(self) -> tune.Tuner:
         config = self._spec.config
@@ -316,7 +346,8 @@ class _Run:
             objective=config.objective.model_dump(),
             usd_per_hour=self._plan.lane_usd_per_hour,
         )
-        # Tune refuses a trial without resources; this one takes nothing from the lanes.
+        # Tune refuses a trial without resources; this resource takes nothing
+        # from the lanes.
         trainable = tune.with_resources(trainable, {_driver_node(): 1e-4})
         return tune.Tuner(
             trainable,
@@ -332,12 +363,17 @@ class _Run:
                 name="tune",
                 storage_path=self._spec.uri,
                 verbose=0,
-                # It says nothing; a notebook's clears the cell before that.
+                # This reporter prints nothing. The default one in a notebook
+                # would still clear the cell.
                 progress_reporter=tune.CLIReporter(),
                 callbacks=[self._progress],
-                # It would be an empty one.
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                failure_config=tune.FailureConfig(max_failures=_MAX_ACTORS - 1),
+                # The checkpoint would be empty.
+                checkpoint_config=tune.CheckpointConfig(
+                    checkpoint_at_end=False
+                ),
+                failure_config=tune.FailureConfig(
+                    max_failures=_MAX_ACTORS - 1
+                ),
             ),
         )
 
@@ -350,27 +386,29 @@ class _Run:
             )
         if config.ends_beaten:
             return ray_search.BeatenScheduler(
-                config.objective, self._progress.records, self._progress.reasons
+                config.objective,
+                self._progress.records,
+                self._progress.reasons,
             )
         return None
 
     def _run_repeats(self) -> None:
         """Run the repeats of finalists that have no record yet.
 
-        They end when the race is decided or cannot be decided, or when the time for
-        repeats or the sweep's budget is used up.
+        They end when the race is decided or cannot be decided, or when the
+        time for repeats or the sweep's budget is used up.
         """
         wanted = self._wanted_repeats()
         if wanted:
-            count = len({finalist.id for finalist, _ in wanted})
-            words = "the %d finalists again, alone and in turn, until it is clear which is first"
-            logger.info(words, count)
+            race = contenders(self._spec.config, self.records())
+            words = "the %d finalists run again, one at a time, until the fastest is clear or the time for repeats is used up"
+            logger.info(words, len(race))
             self._await_quiet()
         while wanted:
             finalist, seed = wanted[0]
             name = self._progress.add(finalist.config, "repeat", seed)
             while not self._progress.has_ended(name):
-                if self._is_over_budget:
+                if self._budget.is_used_up:
                     logger.info("repeats end here: the budget is used up")
                     return
                 self._progress.tick()
@@ -413,11 +451,11 @@ def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
 
 def _goes_on(spec: SweepSpec) -> str:
     """Return words on how to continue a sweep that was cut off."""
-    return f"what has ended is in the journal, and `{spec.resume()}` goes on"
+    return f"trials that have ended are kept, and `{spec.resume()}` continues the sweep"
 
 
 def _why(error: Exception, spec: SweepSpec) -> str:
-    """Return the cause in one line; a full disk or a dead actor takes precedence."""
+    """Return the cause in one line: a full disk, a dead mailbox, or else `error`."""
     places = [spec.storage.path] if spec.storage.is_local else []
     node = own_node()
     if node is not None:
@@ -426,7 +464,7 @@ def _why(error: Exception, spec: SweepSpec) -> str:
         with suppress(OSError):
             if shutil.disk_usage(place).free < _LEAST_ROOM_BYTES:
                 return f"no space is left on the disk of {place} ({last_line(error)})"
-    # The driver itself asks no other actor.
+    # The driver itself calls no other actor.
     if isinstance(error, ray.exceptions.RayActorError):
         return f"the sweep's mailbox, an actor, has died ({first_line(error)})"
     if isinstance(error, PacelineError):
@@ -442,7 +480,9 @@ def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
+    plan = SweepPlan.make(
+        spec, _nodes_up(), nodes_at_most(), device_type == "cuda"
+    )
     wrong = _wrong(run, plan, device_type, zygote)
     if wrong is not None:
         raise wrong
@@ -452,15 +492,19 @@ def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
 def _wrong(
     run: Any, plan: SweepPlan, device_type: str, zygote: Zygote
 ) -> PacelineError | None:
-    """Return the error that the task or function gives on this cluster, or None.
+    """Return the error that the task or function raises on this cluster, or None.
 
     The check runs in a fork of the zygote, which has imported torch already.
     """
     try:
-        fork = zygote.fork("tune.forks.task:check", run, plan.precisions, device_type)
+        fork = zygote.fork(
+            "tune.forks.task:check", run, plan.precisions, device_type
+        )
         found: PacelineError | None = fork.serve(None)
     except (NoOutcomeError, TimeoutError) as error:
-        return PacelineError(f"what {run.source} names cannot be imported: {error}")
+        return PacelineError(
+            f"the task or function of {run.source} could not be loaded: {error}"
+        )
     return found
 
 
@@ -469,11 +513,15 @@ def _nodes_up() -> list[dict[str, float]]:
 
 
 def _driver_node() -> str:
-    """Return Ray's resource name of the driver's node, which lasts all the sweep."""
+    """Return Ray's resource name of the driver's node, which outlives the sweep."""
     node_id = ray.get_runtime_context().get_node_id()
     [own] = [node for node in ray.nodes() if node["NodeID"] == node_id]
     head = "node:__internal_head__"
-    return head if head in own["Resources"] else f"node:{own['NodeManagerAddress']}"
+    return (
+        head
+        if head in own["Resources"]
+        else f"node:{own['NodeManagerAddress']}"
+    )
 
 
 def environment() -> dict[str, str]:

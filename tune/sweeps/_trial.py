@@ -28,7 +28,9 @@ from tune.trials.record import (
 )
 
 _TAKEN = {*AUTO_RESULT_KEYS, DONE, SHOULD_CHECKPOINT, "status"}
-"""What a result may not have by chance: `done`, say, would end its trial."""
+"""Names that a result must not have by chance: `done`, for example, would end
+its trial.
+"""
 
 
 def assignment_of(
@@ -38,7 +40,7 @@ def assignment_of(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> Assignment:
-    """Return the assignment of a trial for a lane; `seed` is that of a repeat."""
+    """Return the assignment of a trial for a lane; `seed` is the seed of a repeat."""
     name = trial_id(trial, purpose, seed)
     values = trial if seed is None else {**trial, "seed": seed}
     target = objective.goal if objective.ends_at_target else None
@@ -52,16 +54,17 @@ def assignment_of(
 
 
 def _untaken(row: Mapping[str, float]) -> Tree:
-    """Return the figures whose names have no meaning of their own for Tune."""
+    """Return the figures whose names have no special meaning for Tune."""
     return {key: value for key, value in row.items() if key not in _TAKEN}
 
 
 class LaneTrial(Trainable):
     """Submits a trial to the mailbox; each `step` returns one evaluation.
 
-    A trial's record is written to the journal before Tune hears that the trial ended. A
-    trial that has a record already (in a resumed sweep) ends at once with the recorded
-    result. If the actor dies, Tune starts another one for the trial.
+    A trial's record is written to the journal before Tune learns that the
+    trial ended. A trial that has a record already (in a resumed sweep) ends
+    immediately with the recorded result. If the actor dies, Tune starts
+    another one for the trial.
     """
 
     def setup(
@@ -103,9 +106,11 @@ class LaneTrial(Trainable):
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
-            assignment = assignment_of(self._space_config, self._train, self._objective)
-            # What an actor that died has submitted goes on: this one hears all of it
-            # again.
+            assignment = assignment_of(
+                self._space_config, self._train, self._objective
+            )
+            # A dead actor's submission continues: this actor receives all of
+            # its events again.
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
     def step(self) -> Tree:
@@ -120,7 +125,9 @@ class LaneTrial(Trainable):
             self._curve.append(event.row)
             return {
                 **_untaken(event.row),
-                "objective": so_far(self._objective, self._curve, self._usd_per_hour),
+                "objective": so_far(
+                    self._objective, self._curve, self._usd_per_hour
+                ),
                 "trial": self._trial,
             }
         self._record = make_record(
@@ -131,9 +138,8 @@ class LaneTrial(Trainable):
             event.outcome,
             self._usd_per_hour,
         )
-        with contextlib.suppress(
-            StorageError
-        ):  # the driver misses it, and says why it cannot be written
+        # The driver finds the record missing, writes it, and reports failures.
+        with contextlib.suppress(StorageError):
             self._journal.append(self._record)
         return self._final(self._record)
 

@@ -1,8 +1,8 @@
 """Plan a sweep: how many trials on how many lanes, from its file and the cluster.
 
-`python -m tune SWEEP.yaml` makes the plan from the live cluster. `python -m tune plan`
-makes it from a cluster file, and shows which nodes the sweep would hold and what it
-would cost, without starting anything.
+`python -m tune SWEEP.yaml` makes the plan from the live cluster. `python -m
+tune plan` makes it from a cluster file, and shows which nodes the sweep would
+hold and what it would cost, without starting anything.
 """
 
 import math
@@ -37,11 +37,12 @@ from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, dollars
 
-_PRICES = "Prices, with dates and sources: cluster/files/prices.csv; the dearest region's where this one has none."
+_PRICES = "Prices are from cluster/files/prices.csv, with dates and sources; if a price is unknown in this region, the most expensive region's price is used."
 _CPUS_TO_START = 2
 """CPUs that a worker keeps busy while it and its first trial start.
 
-If lanes start together on fewer CPUs, the first one is up no earlier than the last.
+If lanes start together on fewer CPUs, the first one is up no earlier than the
+last.
 """
 Nodes = Sequence[Mapping[str, float]]
 """The resources of each node."""
@@ -56,8 +57,8 @@ class SweepPlan:
     num_trials: int
     """The number of trials in the search."""
     is_independent: bool
-    """Whether the search chooses trials regardless of the results of others, so that
-    results may be held back from it.
+    """Whether the search chooses trials regardless of the results of others,
+    so that results may be held back from it.
     """
     precisions: tuple[Any, ...]
     """All precisions that a trial may have."""
@@ -65,8 +66,8 @@ class SweepPlan:
     max_lanes: int
     """The number of worker groups that fit once the cluster has fully grown."""
     num_lanes: int
-    """The number of lanes to start. Those without a node wait for one, which makes the
-    cluster grow.
+    """The number of lanes to start. Those without a node wait for one, which
+    makes the cluster grow.
     """
     num_at_once: int
     """Lanes that may start at the same time."""
@@ -74,7 +75,9 @@ class SweepPlan:
     """Price of one lane, if the sweep's file gives the price of all lanes."""
 
     @classmethod
-    def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
+    def make(
+        cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool
+    ) -> Self:
         """Plan a sweep on the nodes that are `up`, and on those that may be added.
 
         Raises ConfigError if more lanes are asked for than fit.
@@ -82,10 +85,17 @@ class SweepPlan:
         config = spec.config
         train = build_run(spec.train, spec.source)
         scaling = train.scaling
-        shape = (scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
+        shape = (
+            scaling.cpus_per_worker,
+            scaling.gpus_per_worker if use_gpu else 0.0,
+        )
         fits = worker_slots(up, *shape) // scaling.min_workers
-        max_lanes = max(fits, worker_slots(at_most, *shape) // scaling.min_workers)
-        num_lanes = lanes_for(config.lanes, max_lanes, spec.num_trials, spec.source)
+        max_lanes = max(
+            fits, worker_slots(at_most, *shape) // scaling.min_workers
+        )
+        num_lanes = lanes_for(
+            config.lanes, max_lanes, spec.num_trials, spec.source
+        )
         precisions = config.space.get("precision", [train.precision])
         if isinstance(precisions, Range):
             precisions = precisions.choice or []
@@ -98,8 +108,11 @@ class SweepPlan:
             use_gpu=use_gpu,
             max_lanes=max_lanes,
             num_lanes=num_lanes,
-            num_at_once=starts_at_once(num_lanes, fits, cpus, scaling.max_workers),
-            lane_usd_per_hour=config.usd_per_hour and config.usd_per_hour / num_lanes,
+            num_at_once=starts_at_once(
+                num_lanes, fits, cpus, scaling.max_workers
+            ),
+            lane_usd_per_hour=config.usd_per_hour
+            and config.usd_per_hour / num_lanes,
         )
 
 
@@ -109,24 +122,32 @@ def lanes_for(
     trials: int,
     source: str | None = None,
 ) -> int:
-    """Return how many lanes a sweep gets if `groups` worker groups fit; none is idle.
+    """Return how many lanes a sweep gets if `groups` worker groups fit.
 
-    Raises ConfigError if more are asked for than fit.
+    `auto` gives at most one lane per trial. Raises ConfigError if more lanes
+    are asked for than fit.
     """
     if wanted == "auto":
         return max(1, min(groups, trials))
     if wanted > max(groups, 1):
         rule = f"must be at most the {groups} worker groups that fit on the cluster"
+        if groups < 2:
+            rule = (
+                "must be 1, since no second worker group fits on the cluster"
+            )
         fix = "lower it, or set `lanes: auto`"
         raise ConfigError("lanes", wanted, rule, fix, source)
     return wanted
 
 
-def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
+def starts_at_once(
+    count: int, fits: int, cpus: Sequence[float], workers: int
+) -> int:
     """Return how many of `count` lanes of `workers` workers may start at the same time.
 
-    Each node starts at least one worker at a time. If only `fits` lanes have a node,
-    all start at once, because lanes that wait for a node make the cluster grow.
+    Each node starts at least one worker at a time. If fewer than `count` lanes
+    have a node (`fits`), all start at the same time, because lanes that wait
+    for a node make the cluster grow.
     """
     nodes = sum(cpu >= 1 for cpu in cpus)
     if fits < count:
@@ -137,7 +158,7 @@ def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -
 
 @dataclass(frozen=True)
 class Size:
-    """A cluster with a number of worker nodes of each type beside its head."""
+    """A cluster: its head, and a number of worker nodes of each type."""
 
     counts: Mapping[str, int]
     nodes: Nodes
@@ -149,15 +170,20 @@ class Size:
     @property
     def words(self) -> str:
         """Its nodes and their resources, in words."""
-        workers = [f"{count} {name}" for name, count in self.counts.items() if count]
+        workers = [
+            f"{count} {name}" for name, count in self.counts.items() if count
+        ]
         has = f"{total(self.nodes, 'CPU'):g} CPUs, {total(self.nodes, 'GPU'):g} GPUs"
         return f"the head and {', '.join(workers) or 'no worker node'}: {has}"
 
 
 def size_of(
-    cluster: ClusterFile, cpus: float, gpus: float, num_workers: int | None = None
+    cluster: ClusterFile,
+    cpus: float,
+    gpus: float,
+    num_workers: int | None = None,
 ) -> Size:
-    """Return the smallest size that fits `num_workers`; if None, the largest size."""
+    """Return the smallest cluster for `num_workers` workers; if None, the largest."""
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, cpus, gpus, num_workers)
     nodes = nodes_of(types, counts)
@@ -176,14 +202,14 @@ class Forecast:
     ended: int
     """The number of trials that already have a record in the sweep's directory."""
     usd_per_hour: float | None
-    """Price of the nodes that the sweep holds, as given or by the price list; None if a
-    node's price is not known.
+    """Price of the nodes that the sweep holds, as given or from the price
+    list; None if a node's price is not known.
     """
     trial_s: float | None
     """Duration of a trial, or None if unknown."""
     time_s: float | None
-    """Wall time until the fullest lane has run its trials one after the other, or the
-    budget is used up.
+    """Wall time until the fullest lane has run its trials one after the other,
+    or the budget is used up.
     """
     usd: float | None
     """Price of `time_s`, in US dollars."""
@@ -194,8 +220,8 @@ def make_plan(
 ) -> Forecast:
     """Forecast a sweep on the largest size of a cluster file. Starts nothing.
 
-    Raises ConfigError if the sweep cannot fit: no node holds a worker, the cluster
-    never holds one worker group or the requested lanes.
+    Raises ConfigError if the sweep cannot fit: no node holds a worker, or the
+    cluster never holds one worker group or the requested lanes.
     """
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
@@ -245,7 +271,9 @@ def make_plan(
     lines += [f"{label:13}{words}" for label, words in rows.items()]
     if spec.config.usd_per_hour is None and not held.cost.missing:
         lines.append(_PRICES)
-    return Forecast(lines, trials, num_ended, usd_per_hour, trial_s, time_s, usd)
+    return Forecast(
+        lines, trials, num_ended, usd_per_hour, trial_s, time_s, usd
+    )
 
 
 def _uses_gpu(train: RunConfig, cluster: ClusterFile) -> bool:
@@ -253,7 +281,9 @@ def _uses_gpu(train: RunConfig, cluster: ClusterFile) -> bool:
         return False
     if train.scaling.use_gpu != "auto":
         return train.scaling.use_gpu
-    return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
+    return any(
+        node_type.resources.get("GPU") for node_type in cluster.node_types
+    )
 
 
 def _time_s(
@@ -274,7 +304,7 @@ def _price_source(spec: SweepSpec, found: Cost) -> str:
     if spec.config.usd_per_hour is not None:
         return "given: usd_per_hour"
     if found.missing:
-        return f"no price of {', '.join(found.missing)}: give --usd_per_hour X for all nodes together"
+        return f"no price for {', '.join(found.missing)}: give --usd_per_hour X for all nodes together"
     if found.spot_usd_per_hour is None:
         return "on-demand list prices"
     return f"on-demand list prices; {_usd(found.spot_usd_per_hour)} with spot nodes at their spot prices"
@@ -298,16 +328,18 @@ def _check_resources(cluster: ClusterFile) -> None:
         if "CPU" in node_type.resources:
             continue
         name = f"available_node_types.{node_type.name}.resources"
-        fix = "write `resources: {CPU: n, GPU: n}`, or ask the running cluster with `ray status`"
+        fix = "write `resources: {CPU: n, GPU: n}` (`ray status` on the running cluster shows them)"
         if cluster.provider == "local":
             name = f"resources of a {node_type.name}"
             fix = "add --num-cpus and --num-gpus to the file's `ray start`"
-        rule = "is not known before the node is up"
+        rule = "must say how many CPUs a node has, which is not known before a node is up"
         raise ConfigError(name, MISSING, rule, fix, cluster.source)
 
 
-def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None, str]:
-    """Return how many trials have ended, how long one takes, and the source of that."""
+def _trial_s(
+    spec: SweepSpec, minutes: float | None
+) -> tuple[int, float | None, str]:
+    """Return how many trials have ended, seconds per trial, and the figure's source."""
     note = ""
     records: list[TrialRecord] = []
     try:
@@ -319,7 +351,9 @@ def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None,
         return num_ended, minutes * 60, f"{duration(minutes * 60)} (given)"
     times = [record.on_lane_s for record in records if record.finished]
     if not times:
-        why = "give --minutes_per_trial M: no trial of this sweep has ended yet"
+        why = (
+            "give --minutes_per_trial M: no trial of this sweep has ended yet"
+        )
         return num_ended, None, f"unknown ({why}{note})"
     mean_s = statistics.fmean(times)
     spread = ""

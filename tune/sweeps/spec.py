@@ -1,7 +1,6 @@
-"""A sweep as plain data: read from a file, checked before Ray is imported, and kept."""
+"""A sweep as plain data: how it is read, checked (without Ray) and saved."""
 
 import contextlib
-import json
 import shlex
 import uuid
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.function import FunctionConfig, build_run, kind_of
-from trainers.config.model import Tree, build, override
+from trainers.config.model import Tree, build, override, refuse_changes
 from trainers.config.sections import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
@@ -57,20 +56,21 @@ class SweepSpec:
 
     config: SweepConfig
     train: Tree
-    """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig.
+    """The resolved configuration that trials vary: a TrainConfig, or a
+    FunctionConfig.
     """
     path: tuple[str, ...]
     """Directories that are searched for the task's module."""
     source: str
-    """The file it came from, for error messages."""
+    """The file that the sweep came from, for error messages."""
     uri: str
     """The sweep's directory."""
     token: str = ""
-    """Token of the directory's lease, which is needed to write; empty if no lease is
-    held.
+    """Token of the directory's lease, which is needed to write; empty if no
+    lease is held.
     """
     is_kept: bool = False
-    """Whether it was read from its directory, with pending extensions applied."""
+    """Whether the sweep was read from its directory, with pending extensions applied."""
 
     @property
     def storage(self) -> Storage:
@@ -78,8 +78,10 @@ class SweepSpec:
         return fenced(Storage(self.uri), SAVED, self.token)
 
     def resume(self) -> str:
-        """Return the command that resumes it; inside a Ray job, by another job."""
-        submit = "ray job submit --working-dir . -- " if inside_ray_job() else ""
+        """Return the command that resumes the sweep; inside a Ray job, as another job."""
+        submit = (
+            "ray job submit --working-dir . -- " if inside_ray_job() else ""
+        )
         return f"{submit}python -m tune {shlex.quote(self.uri)}"
 
     @property
@@ -88,12 +90,16 @@ class SweepSpec:
         return kind_of(self.train) is FunctionConfig
 
     def zygote(self) -> Zygote:
-        """Start the sweep's zygote on this node; return at once."""
-        modules = ["tune.forks.function", "ray.tune"] if self.is_of_function else []
+        """Start the sweep's zygote on this node, without waiting until it is up."""
+        modules = (
+            ["tune.forks.function", "ray.tune"] if self.is_of_function else []
+        )
         named = self.train["train_func" if self.is_of_function else "task"]
         modules.append(str(named).partition(":")[0])
         forks = self.config.isolation != "fresh"
-        return Zygote(uuid.uuid4().hex[:12], Preload(self.path, tuple(modules), forks))
+        return Zygote(
+            uuid.uuid4().hex[:12], Preload(self.path, tuple(modules), forks)
+        )
 
     @property
     def trackers(self) -> list[TrackerConfig]:
@@ -106,18 +112,21 @@ class SweepSpec:
         return planned_trials(self.config)
 
     def saved(self) -> Tree:
-        """Return what the sweep's directory keeps for `resume`."""
+        """Return the content of the sweep's file in its directory."""
         sweep = self.config.model_dump(exclude_none=True)
         task_dir = self.path[0] if self.path else None
         return sweep | {"train": self.train | {"task_dir": task_dir}}
 
 
-def read_sweep(location: str, overrides: Tree, own_workers: bool = True) -> SweepSpec:
+def read_sweep(
+    location: str, overrides: Tree, own_workers: bool = True
+) -> SweepSpec:
     """Read and check a sweep file, before torch or Ray is imported.
 
-    Overrides are keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
-    below `train.`, of the run. `own_workers` says that the sweep will run from here;
-    one that is only planned for a cluster need not fit on this machine.
+    Overrides are keys of the sweep (`--lanes 2`, `--objective.metric
+    val_loss`) or, below `train.`, of the run. `own_workers` says whether the
+    sweep will run from this machine; a sweep that is only planned for a
+    cluster need not fit here.
     """
     tree, directory = read_file(location)
     return sweep_with(tree, location, directory, overrides, own_workers)
@@ -130,7 +139,7 @@ def sweep_with(
     overrides: Tree,
     own_workers: bool = True,
 ) -> SweepSpec:
-    """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
+    """Check a sweep's mapping from `location`, with overrides as in `read_sweep`."""
     of_sweep: Tree = {}
     sections: dict[str, Tree] = {"train": {}, "space": {}}
     for key, value in overrides.items():
@@ -163,11 +172,13 @@ def _spec(
     directory: Path | None,
     own_workers: bool,
 ) -> SweepSpec:
-    # A trial's own name and storage have no effect: only the journal stores results.
+    # A trial's own name and storage have no effect: only the journal stores
+    # results.
     own = ("name", "storage_path")
     given = {key: value for key, value in train.items() if key not in own}
     space = known_space(config.space, given, source)
-    # Use the first value of each swept key, since some keys may be in the space only.
+    # Use the first value of each swept key, since some keys may be in the
+    # space only.
     first = {key: sample_values(values)[0] for key, values in space.items()}
     base = trial_tree(given, first)
     try:
@@ -184,7 +195,9 @@ def _spec(
         if error.field in space:
             raise error_in_space(error, first, source) from error
         raise
-    kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
+    kept = {
+        key: value for key, value in run.tree.items() if key != "storage_path"
+    }
     config = config.model_copy(update={"space": space})
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
@@ -193,36 +206,42 @@ def _spec(
 def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
     """Read the sweep in a directory, with its extensions and `overrides`, to run it.
 
-    Raises ConfigError if there is none, or if it cannot run here.
+    Raises ConfigError if the directory holds no sweep that can run here.
     """
     kept = read_kept(location)
     task_dir = kept.train.get("task_dir")
-    directory = Path(task_dir) if task_dir and isinstance(task_dir, str) else None
+    directory = (
+        Path(task_dir) if task_dir and isinstance(task_dir, str) else None
+    )
     keys = Actions(kept.storage).read().extension | dict(overrides or {})
     tree = kept.config.model_dump(exclude_none=True)
-    return replace(sweep_with(tree, kept.source, directory, keys), is_kept=True)
+    return replace(
+        sweep_with(tree, kept.source, directory, keys), is_kept=True
+    )
 
 
 def read_kept(location: str) -> SweepSpec:
-    """Read the sweep in a directory, to look at only: its task need not be present.
+    """Read the sweep in a directory without its task, which need not be present.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if the directory holds no sweep.
     """
     storage = Storage(storage_uri(location))
     if not storage.exists(SAVED):
-        fix = f"name the directory with the {SAVED}"
+        fix = f"give a directory with a {SAVED}"
         raise ConfigError("the directory", location, "holds no sweep", fix)
     source = storage.locate(SAVED)
     tree = read_mapping(storage, SAVED)
-    config = build(KeptConfig, tree | {"storage_path": storage.parent.uri}, source)
+    config = build(
+        KeptConfig, tree | {"storage_path": storage.parent.uri}, source
+    )
     return SweepSpec(config, config.train, (), source, storage.uri)
 
 
 def is_complete(spec: SweepSpec) -> bool:
     """Return whether all trials, clones and repeats of finalists have records.
 
-    If a random search draws a configuration twice, this returns False although all
-    trials have run.
+    If a random search draws a configuration twice, this returns False although
+    all trials have run.
     """
     records = Journal(spec.storage).records()
     ended = {record.id for record in records}
@@ -243,7 +262,7 @@ def num_missing(config: SweepConfig, records: Records) -> int:
 def prepare(spec: SweepSpec, fresh: bool) -> int:
     """Prepare the sweep's directory; the caller holds its lease.
 
-    Returns how many trials have a record in it already.
+    Returns how many trials already have a record there.
 
     Raises ConfigError if the directory holds another sweep of this name.
     """
@@ -258,12 +277,12 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         for key in _NOT_LEARNED:
             then.pop(key, None)
             now.pop(key, None)
-        if not count:  # a wrong metric may have ended the sweep: it may be corrected
+        # Without records the objective may change: a wrong metric may have
+        # ended the sweep.
+        if not count:
             now["objective"] = then["objective"]
-        extend = (
-            f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
-        )
-        fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
+        extend = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`"
+        fix = f"{extend}, give another `--name`, or start over with `--fresh`"
         refuse_changes(then, now, storage.uri, fix, spec.source)
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
@@ -271,31 +290,18 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
 
 
 def known_keys(saved: Tree, source: str) -> Tree:
-    """Return what identifies a saved sweep, by dotted keys."""
+    """Return a saved sweep's space, search, objective, and its run's keys (train.KEY)."""
     found = {key: saved.get(key) for key in ("space", "search", "objective")}
     for key, value in with_defaults(saved.get("train"), source).items():
         found[f"train.{key}"] = value
     return found
 
 
-def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> None:
-    """Raise ConfigError for the first key that differs from what a sweep had."""
-    for key in sorted(then.keys() | now.keys()):
-        before = then.get(key)
-        after = now.get(key)
-        if _as_text(before) != _as_text(after):
-            rule = f"differs from {before} in {uri}"
-            raise ConfigError(key, after, rule, fix, source)
-
-
-def _as_text(value: Any) -> str:
-    """Return a value as text, as in a trial's ID: NaN equals NaN, and 1 is not true."""
-    return json.dumps(value, sort_keys=True)
-
-
 def with_defaults(train: Any, source: str) -> Tree:
-    """Return an older version's `train` with the defaults of its missing keys."""
+    """Return a saved `train`, with defaults for keys that an older version lacked."""
     tree = train if isinstance(train, dict) else {}
-    with contextlib.suppress(ConfigError):  # the run is only compared here
+    with contextlib.suppress(
+        ConfigError
+    ):  # an invalid run is compared unchanged
         return build_run(tree, source).tree()
     return tree

@@ -1,4 +1,4 @@
-"""Change a sweep while it runs, by actions, or extend it by another configuration.
+"""Change a sweep while it runs, by actions, or extend it with another configuration.
 
 An action is a file in the sweep's directory, which the sweep's driver watches.
 """
@@ -13,10 +13,11 @@ from typing import Any, Literal, cast, get_args
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run
-from trainers.config.model import Tree
+from trainers.config.model import Tree, refuse_changes
 from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
+from trainers.lease import is_held
 from tune.config import sample_values
 from tune.search.space import check_trial, open_trials, trial_tree, value_at
 from tune.sweeps.spec import (
@@ -25,7 +26,6 @@ from tune.sweeps.spec import (
     prepare,
     read_kept,
     read_saved,
-    refuse_changes,
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
@@ -34,6 +34,7 @@ from tune.trials.record import (
     Records,
     TrialRecord,
     dollars,
+    num_lanes,
     time_to_target,
     trial_id,
 )
@@ -50,28 +51,26 @@ _FREE = {
     "tracking",
     "task_dir",
 }
-"""Sections of a run that a sweep may go on without: no record says anything that they
-would make untrue.
-"""
+"""Sections of a run that an extension may change: no record depends on them."""
 _LENGTHS = ("epochs", "max_steps")
-_HOW = "from their checkpoints, unless none was kept or the learning rate goes by the number of steps"
+_HOW = "from their checkpoints, unless none was kept or the learning rate depends on the number of steps"
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
 
 
 def order_extension(location: str, overrides: Tree) -> SweepSpec:
-    """Order an extension of a sweep by other keys, and return the extended sweep.
+    """Order an extension of a sweep with other keys, and return the extended sweep.
 
     Raises ConfigError if the sweep cannot be extended that way.
     """
     spec = read_saved(location, overrides)
-    _check(_kept(location), spec)
+    _check(kept_sweep(location), spec)
     if overrides:
         Actions(spec.storage).add(Action("extend", keys=overrides))
     return spec
 
 
-def _kept(location: str) -> SweepSpec:
+def kept_sweep(location: str) -> SweepSpec:
     """Read the sweep in a directory, as it was begun or last extended."""
     kept = read_kept(location)
     return replace(kept, train=with_defaults(kept.train, kept.source))
@@ -79,24 +78,36 @@ def _kept(location: str) -> SweepSpec:
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
     """Raise ConfigError if a sweep's trials would not belong to the extended sweep."""
-    fix = "begin another sweep, from its file and under another `--name`"
-    refuse_changes({"name": old.uri}, {"name": new.uri}, old.uri, fix, new.source)
+    fix = "start a new sweep from your YAML file, with another `--name`"
+    if new.uri != old.uri:
+        is_renamed = new.config.name != old.config.name
+        key = "name" if is_renamed else "storage_path"
+        rule = f"would move the sweep out of {old.uri}"
+        raise ConfigError(key, getattr(new.config, key), rule, fix, new.source)
     is_drawn = (old.config.search, old.config.space)
     is_redrawn = is_drawn != (new.config.search, new.config.space)
     if new.config.redraws and is_redrawn:
-        rule = "draws its trials anew from another space, whatever is known"
-        better = "add `--search optuna`, which goes on from it"
+        rule = "would draw all trials anew, without those that have ended"
+        better = (
+            "add `--search optuna`, which builds on the trials that have ended"
+        )
         raise ConfigError("search", new.config.search, rule, better)
-    # Trials override swept keys, so these are compared by their first value.
-    swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
+    # Trials override swept keys, so both sides of the comparison get the new
+    # space's first value of each.
+    swept = {
+        key: sample_values(values)[0]
+        for key, values in new.config.space.items()
+    }
     then = trial_tree(old.train, swept)
     now = trial_tree(new.train, swept)
     refuse_changes(_learned(then), _learned(now), old.uri, fix, new.source)
     for key in _LENGTHS:
         was = then.get(key)
         if was is not None and not now.get(key, 0) >= was:
-            rule = f"must be {was} at least, as long as what is known"
-            raise ConfigError(f"train.{key}", now.get(key), rule, f"raise it, or {fix}")
+            rule = f"must be at least {was}, as in the trials so far"
+            raise ConfigError(
+                f"train.{key}", now.get(key), rule, f"raise it, or {fix}"
+            )
 
 
 def _learned(train: Tree) -> Tree:
@@ -109,16 +120,15 @@ def apply_extension(spec: SweepSpec) -> int:
 
     The caller holds the lease. Returns how many recorded trials stay valid.
     """
-    old = _kept(spec.uri)
+    old = kept_sweep(spec.uri)
     journal = Journal(spec.storage)
     if content(old) == content(spec):
         return prepare(spec, False)
     _check(old, spec)
     records = journal.records()
-    lanes = {record.lane for record in records}
     lane_usd_per_hour = spec.config.usd_per_hour
     if lane_usd_per_hour is not None:
-        lane_usd_per_hour /= max(1, len(lanes))
+        lane_usd_per_hour /= num_lanes(records)
     num_shorter = 0
     for record in records:
         carried = _carried(record, old, spec, lane_usd_per_hour)
@@ -128,24 +138,31 @@ def apply_extension(spec: SweepSpec) -> int:
             journal.append(carried)
         if carried is None or carried.id != record.id:
             journal.set_aside(record)
-    spec.storage.write(f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED))
+    spec.storage.write(
+        f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED)
+    )
     spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
     num_kept = len(records) - num_shorter
-    words = f"what is known of {counted(num_kept, 'trial')} stays"
+    words = f"the results of {counted(num_kept, 'trial')} are kept"
     if num_shorter:
-        words += f", {num_shorter} are to be longer: {_HOW}"
+        words += f"; {counted(num_shorter, 'trial')} will train longer, {_HOW}"
     logger.info("%s is extended: %s", spec.uri, words)
     return num_kept
 
 
 def content(spec: SweepSpec) -> tuple[Tree, Tree]:
     """Return what identifies a sweep, regardless of where its task's files are."""
-    train = {key: value for key, value in spec.train.items() if key != "task_dir"}
+    train = {
+        key: value for key, value in spec.train.items() if key != "task_dir"
+    }
     return spec.config.model_dump(exclude={"train"}), train
 
 
 def _carried(
-    record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
+    record: TrialRecord,
+    old: SweepSpec,
+    new: SweepSpec,
+    usd_per_hour: float | None,
 ) -> TrialRecord | None:
     """Convert a record to the extended sweep; None if the trial must train longer."""
     time_s = time_to_target(new.config.objective, record.curve)
@@ -154,11 +171,19 @@ def _carried(
     if record.message == BY_BUDGET and _has_more_time(old, new):
         return None
     names = old.train.get("keys") or {}
-    before = {key: value_at(old.train, names.get(key, key)) for key in new.config.space}
+    before = {
+        key: value_at(old.train, names.get(key, key))
+        for key in new.config.space
+    }
     config = before | record.config
-    name = trial_id(config, record.purpose, record.seed)
+    # The action that added a clone names it by the keys of then.
+    name = record.id
+    if record.purpose != "clone":
+        name = trial_id(config, record.purpose, record.seed)
     carried = replace(record, id=name, config=config)
-    if old.config.objective == new.config.objective:
+    has_same_objective = old.config.objective == new.config.objective
+    has_same_price = old.config.usd_per_hour == new.config.usd_per_hour
+    if has_same_objective and has_same_price:
         return carried
     metrics = dict(record.metrics)
     metrics.pop("usd_to_target", None)
@@ -179,19 +204,27 @@ def _goes_on(
 ) -> bool:
     """Return whether a completed trial would train longer in the extended sweep.
 
-    A trial that ended early because of its own evaluations would not.
+    A trial that ended early because of its own evaluations would not train
+    longer.
     """
     if new.config.objective.ends_at_target and time_s is not None:
         return False
     if _is_whole(record, new):
         return False
-    if old.config.objective.ends_at_target and record.time_to_target_s is not None:
+    if (
+        old.config.objective.ends_at_target
+        and record.time_to_target_s is not None
+    ):
         return True
     return _is_whole(record, old)
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
-    """Return whether a trial was trained to its last step, as configured by `spec`."""
+    """Return whether a trial was trained as long as `spec` lets it.
+
+    For a task: to its last step. For a training function: it did not end at
+    the target.
+    """
     run = build_run(trial_tree(spec.train, record.config), spec.source)
     if isinstance(run, FunctionConfig):
         is_short = spec.config.objective.ends_at_target
@@ -216,25 +249,34 @@ class Trial:
 
 
 def steer(
-    directory: str | os.PathLike[str], action: Steer, trial: str = "", /, **keys: Any
+    directory: str | os.PathLike[str],
+    action: Steer,
+    trial: str = "",
+    /,
+    **keys: Any,
 ) -> str:
-    """Stop, clone or prefer a trial of a sweep, or pause it: `python -m tune steer`.
+    """Stop, clone or prioritize a trial, or pause a sweep: `python -m tune steer`.
 
-    A sweep that runs does it within a second or two, another one when it is resumed.
+    A running sweep carries the action out within a second or two, any other
+    sweep when it is resumed.
 
     Args:
-        directory: The sweep's, a path or URI.
-        action: stop: a trial ends at its next evaluation, or never starts. clone: a
-            trial again, with other keys. first: a trial that waits runs next. pause: no
-            further trial starts, until go-on.
-        trial: The trial's id, or how it begins; none for pause and go-on.
-        keys: Of a clone, dotted keys and their values: `**{"optimizer.lr": 0.01}`.
+        directory: The sweep's directory, a path or URI.
+        action: stop: the trial ends at its next evaluation, or never starts.
+            clone: the trial runs again, with other keys. first: the waiting
+            trial runs next. pause: no further trial starts until go-on.
+        trial: The trial's id, or the first digits of it; leave it out for
+            pause and go-on.
+        keys: For a clone, dotted keys and their values: `**{"optimizer.lr":
+            0.01}`.
 
     Returns:
-        The id of the trial that was meant; of a clone, its own.
+        The trial's id; after clone the clone's id, after pause and go-on an
+        empty text.
 
     Raises:
-        ConfigError: The sweep has no such trial, or a clone could not be trained.
+        ConfigError: The sweep has no such trial, or a clone could not be
+            trained.
     """
     spec = read_kept(os.fspath(directory))
     if action not in get_args(Steer):
@@ -245,7 +287,9 @@ def steer(
     if trial and not is_of_trial:
         given.insert(0, "TRIAL")
     if given:
-        raise ConfigError(given[0], MISSING, f"is not for {action}", "leave it out")
+        raise ConfigError(
+            given[0], MISSING, f"is not for {action}", "leave it out"
+        )
     actions = Actions(spec.storage)
     if not is_of_trial:
         actions.add(Action(action))
@@ -255,7 +299,9 @@ def steer(
     if action != "clone":
         if trials[name].status not in ("waiting", "running"):
             rule = f"has ended already: {trials[name].status}"
-            raise ConfigError("TRIAL", name, rule, "name one that has not")
+            raise ConfigError(
+                "TRIAL", name, rule, "name a trial that has not ended"
+            )
         actions.add(Action(action, name))
         return name
     changed = trials[name].config | plain(keys, "steer()", [])
@@ -272,7 +318,7 @@ def steer(
 def steer_in_words(
     directory: str, action: str, trial: str = "", *assignments: str
 ) -> str:
-    """Steer with a clone's keys as typed on the command line: KEY=VALUE, in YAML."""
+    """Call `steer` with a clone's keys as typed on a command line: KEY=VALUE, in YAML."""
     keys: Tree = {}
     for word in assignments:
         key, _, text = word.partition("=")
@@ -284,7 +330,9 @@ def known_trials(spec: SweepSpec) -> dict[str, Trial]:
     """Return a sweep's trials by ID: those ended, running, or known to follow."""
     records = Journal(spec.storage).records()
     clones = Actions(spec.storage).read().clones
-    return trials_of(spec, records, clones, read_live(spec.storage))
+    # A driver that was killed leaves its trials in the progress file.
+    live = read_live(spec.storage) if is_held(spec.storage) else None
+    return trials_of(spec, records, clones, live)
 
 
 def trials_of(
@@ -293,7 +341,7 @@ def trials_of(
     clones: Mapping[str, Action],
     live: Live | None,
 ) -> dict[str, Trial]:
-    """Return the same as `known_trials`, from records and actions already read."""
+    """Do the same as `known_trials`, with records and actions already read."""
     found: dict[str, Trial] = {}
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
@@ -302,7 +350,9 @@ def trials_of(
     if live is not None:
         for running in live.running:
             found[running.trial] = Trial(running.config, "running")
-    ended = {record.id: Trial(record.config, record.status) for record in records}
+    ended = {
+        record.id: Trial(record.config, record.status) for record in records
+    }
     return ended | found | ended
 
 
@@ -311,10 +361,10 @@ def named_trial(text: str, names: Iterable[str], uri: str) -> str:
     found = [name for name in names if name.startswith(text)]
     if text and len(found) == 1:
         return found[0]
-    rule = "is no trial of this sweep"
+    rule = "is not a trial of this sweep"
     if not text:
         rule = "is needed"
     elif found:
-        rule = f"is how {len(found)} trials begin: {', '.join(found)}"
-    fix = f"`python -m tune steer {uri}` lists them"
+        rule = f"matches {len(found)} trials: {', '.join(found)}"
+    fix = f"list the trials with `python -m tune steer {uri}`"
     raise ConfigError("TRIAL", text or MISSING, rule, fix)

@@ -29,8 +29,13 @@ from tune.sweeps.spec import (
     read_saved,
     sweep_with,
 )
-from tune.sweeps.steer import apply_extension, content, order_extension
-from tune.trials.journal import Journal, Live, write_live
+from tune.sweeps.steer import (
+    apply_extension,
+    content,
+    kept_sweep,
+    order_extension,
+)
+from tune.trials.journal import Journal, write_state
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
@@ -43,39 +48,41 @@ logger = logging.getLogger(__name__)
 
 
 class SweepInterrupted(KeyboardInterrupt):
-    """Ctrl-C, a notebook's interrupt, or SIGTERM; what has ended is in the journal."""
+    """Raised by Ctrl-C, a notebook's interrupt or SIGTERM; ended trials are kept."""
 
     def __init__(self, kept: int) -> None:
-        super().__init__(f"{counted(kept, 'trial')} kept; the same call goes on")
+        super().__init__(
+            f"{counted(kept, 'trial')} kept; the same call continues"
+        )
         self.kept = kept
 
 
 @dataclass(frozen=True, repr=False)
 class SweepResult:
-    """A sweep's trials, and what it says of them."""
+    """A sweep's trials and its answer."""
 
     spec: SweepSpec
     records: list[TrialRecord]
-    """All trials, with those that failed."""
+    """All trials, including those that failed."""
     answer: Answer
-    """What the sweep says: `line`, `doubts`, `ranking`, and more."""
+    """The answer, with `line`, `doubts`, `ranking` and more."""
 
     @property
     def best(self) -> TrialRecord | None:
-        """The best trial, with `config` and `metrics`; None where none ended well."""
+        """The best trial, with `config` and `metrics`; None if none ended well."""
         return self.answer.best
 
     @property
     def best_yaml(self) -> str | None:
         """The file that trains with the best configuration: `train(result.best_yaml)`.
 
-        None where no trial ended well.
+        None if no trial ended well.
         """
         return self.spec.storage.locate("best.yaml") if self.best else None
 
     @property
     def report(self) -> str:
-        """Where the page with figures is."""
+        """The location of the page with figures."""
         return self.spec.storage.locate("report.html")
 
     def table(self, width: int | None = None) -> Table:
@@ -104,32 +111,36 @@ def sweep(
     check: bool = True,
     **keys: Any,
 ) -> SweepResult:
-    """Sweep a training run, or go on with the sweep in its directory, as `python -m tune`.
+    """Sweep a training run, or continue the sweep in its directory, as `python -m tune`.
 
     Args:
-        train: The run to vary: its file (a path or URI), a mapping of its keys, a Task
-            class, which may be a notebook's, or a training function of Ray Train's.
-        space: Dotted keys of the run and their values: a list, or a range such as
-            `{"loguniform": [1e-4, 1e-2]}`.
-        objective: What the best trial is best at: a metric, or a mapping with `metric`,
-            `mode` and `target`.
-        fresh: Start anew: delete what the sweep's directory holds.
-        check: Look at the nodes of a cluster first.
+        train: The run to vary: its file (a path or URI), a mapping of its
+            keys, a Task class (also one of a notebook), or a training function
+            for Ray Train.
+        space: Dotted keys of the run and their values: a list, or a range such
+            as `{"loguniform": [1e-4, 1e-2]}`.
+        objective: What decides which trial is best: a metric, or a mapping
+            with `metric`, `mode` and `target`.
+        fresh: Start over: delete what the sweep's directory holds.
+        check: Check the nodes of a cluster first.
         keys: Further keys of the sweep (`name="lr"`, `search="random"`,
             `budget={"trials": 20}`), and of the run (`**{"train.epochs": 3}`).
 
     Returns:
-        The trials, and what the sweep says of them.
+        The trials and the answer.
 
     Raises:
-        SweepInterrupted: A KeyboardInterrupt; the same call goes on.
+        SweepInterrupted: A subclass of KeyboardInterrupt; the same call
+            continues the sweep.
         ConfigError: A value cannot be used.
-        ClusterError: Nodes are not in order.
+        ClusterError: The check of the nodes found errors.
         PacelineError: The sweep was cut off.
     """
     check_thread("sweep()")
     places: list[Path] = []
-    objective = {"metric": objective} if isinstance(objective, str) else objective
+    objective = (
+        {"metric": objective} if isinstance(objective, str) else objective
+    )
     tree = plain({"space": space, "objective": objective}, "sweep()", places)
     overrides = plain(keys, "sweep()", places)
     directory: Path | None = Path.cwd()
@@ -138,38 +149,44 @@ def sweep(
         tree["train"] = file if "://" in file else str(Path.cwd() / file)
     else:
         tree["train"], _, directory = read_given(train, "sweep()")
-    spec = sweep_with(tree, "sweep()", places[0] if places else directory, overrides)
+    spec = sweep_with(
+        tree, "sweep()", places[0] if places else directory, overrides
+    )
     return run_to_answer(spec, fresh, check)
 
 
 def extend(
     directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
 ) -> SweepResult:
-    """Go on with a sweep, maybe with other keys: `python -m tune DIRECTORY`.
+    """Continue a sweep, optionally with other keys: `python -m tune DIRECTORY`.
 
-    What is known is not trained again, and trials that are to be longer go on from
-    their last checkpoint, where they have one.
+    Ended trials are not trained again. Trials that an extension makes longer
+    continue from their last checkpoints, if they have any.
 
     Args:
-        directory: The sweep's, a path or URI.
-        check: Look at the nodes of a cluster first.
-        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of
-            its keys that it names), and of the run (`**{"train.epochs": 10}`).
+        directory: The sweep's directory, a path or URI.
+        check: Check the nodes of a cluster first.
+        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets
+            those keys of the space that it names), and of the run
+            (`**{"train.epochs": 10}`).
 
     Returns:
-        The trials, and what the sweep says of them.
+        The trials and the answer.
 
     Raises:
-        InUseError: A ConfigError: the sweep runs, and goes on with the keys once its
-            trials have ended.
+        InUseError: A subclass of ConfigError: the sweep is running, and
+            continues with the keys once its trials have ended.
         PacelineError: As for `sweep`.
     """
     check_thread("extend()")
     overrides = plain(keys, "extend()", [])
     overrides |= {
-        f"space.{key}": values for key, values in overrides.pop("space", {}).items()
+        f"space.{key}": values
+        for key, values in overrides.pop("space", {}).items()
     }
-    return run_to_answer(order_extension(os.fspath(directory), overrides), False, check)
+    return run_to_answer(
+        order_extension(os.fspath(directory), overrides), False, check
+    )
 
 
 def run_to_answer(
@@ -179,19 +196,21 @@ def run_to_answer(
     is_command: bool = False,
     output: Output | None = None,
 ) -> SweepResult:
-    """Run all trials without a record and write the report; repeat if extended.
+    """Run all trials without a record, write the report, and run any extension.
 
     Args:
-        spec: The sweep; if it was read from its directory, it is applied as extension.
+        spec: The sweep; if it was read from its directory, its changes are
+            applied as an extension.
         fresh: Whether to delete what the directory holds.
         checked: Whether to check the nodes first.
-        is_command: Whether the process does nothing else. If not, its Ray connection,
-            its log and its garbage collection stay as they are.
-        output: What the command's user wants to be told.
+        is_command: Whether the process does nothing else. If not, its Ray
+            connection, its log and its garbage collection stay as they are.
+        output: How to report to the user.
     """
     output = output or Output()
     result = _run_held(spec, fresh, checked, is_command, output)
-    # Whoever extended the sweep after the last check found the lease held: run it now.
+    # Run the extension of a user who found the lease still held after this
+    # process had looked for extensions.
     while (extended := pending_extension(result.spec)) is not None:
         try:
             result = _run_held(extended, False, checked, is_command, output)
@@ -201,7 +220,11 @@ def run_to_answer(
 
 
 def _run_held(
-    spec: SweepSpec, fresh: bool, checked: bool, is_command: bool, output: Output
+    spec: SweepSpec,
+    fresh: bool,
+    checked: bool,
+    is_command: bool,
+    output: Output,
 ) -> SweepResult:
     """Run the sweep and write its report while holding the directory's lease."""
     from trainers.launch.process import shown_log
@@ -210,11 +233,16 @@ def _run_held(
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
-        num_before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
+        num_before = (
+            apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
+        )
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
-        stack.callback(lambda: write_live(spec.storage, Live(state)))
+        stack.callback(lambda: write_state(spec.storage, state))
         has_ended = is_complete(spec)
+        if not has_ended:
+            # An earlier start's trials and lanes are no longer there.
+            write_state(spec.storage, "running")
         stack.enter_context(
             followed(
                 "tune.sweeps.tracking",
@@ -228,12 +256,14 @@ def _run_held(
         )
         if has_ended:
             anew = "--fresh" if is_command else "fresh=True"
-            logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+            logger.info(
+                "%s is complete already (%s starts it over)", spec.uri, anew
+            )
             result = saved_answer(spec)
         else:
             if num_before:
                 logger.info(
-                    "%s holds %s that ended: only the others run",
+                    "%s already holds %s that ended: only the remaining trials run",
                     spec.uri,
                     counted(num_before, "trial"),
                 )
@@ -251,8 +281,8 @@ def _run_to_end(
 ) -> SweepResult:
     """Run the sweep, including extensions that are added while it runs.
 
-    To save time, imports run while Ray starts, and the report is written while Ray
-    shuts down.
+    To save time, imports run while Ray starts, and the report is written while
+    Ray shuts down.
     """
     with without_collection(own_process=is_command):
         from trainers.on_ray.cluster import connect, leaving
@@ -283,7 +313,10 @@ def pending_extension(spec: SweepSpec) -> SweepSpec | None:
     if not Actions(spec.storage).read().extension:
         return None
     following = replace(read_saved(spec.uri), token=spec.token)
-    return None if content(following) == content(spec) else following
+    # A sweep that was begun again from its file has that file's budget and
+    # lanes, also if the saved sweep was extended by others before.
+    known = (content(spec), content(kept_sweep(spec.uri)))
+    return None if content(following) in known else following
 
 
 def _block_sigterm() -> None:
@@ -307,6 +340,11 @@ def _answer(
 
     task_dir = spec.path[0] if spec.path else None
     answer = write_report(
-        spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir
+        spec.storage,
+        spec.config,
+        spec.train,
+        records,
+        environment,
+        task_dir=task_dir,
     )
     return SweepResult(replace(spec, token=""), records, answer)

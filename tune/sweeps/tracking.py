@@ -1,7 +1,7 @@
-"""Sends a sweep to its trackers: a run with the trials below it.
+"""Sends a sweep to its trackers, as a run with a child run for each trial.
 
-`python -m tune.sweeps.tracking` is the process that trainers/tracking/delivery.py
-starts.
+`python -m tune.sweeps.tracking` is the process that
+trainers/tracking/delivery.py starts.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class SweepHistory:
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
-        """Return the sweep's history, and those of the trials that ended since."""
+        """Return the sweep's history, and those of newly ended trials."""
         if self._spec is None:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
@@ -62,12 +62,17 @@ class SweepHistory:
         artifacts: dict[str, bytes] = {}
         if ended == "done":
             summary = self._sweep.read_json("summary.json", dict[str, Any])
-            tags |= {**summary["environment"], "answer": redact(summary["answer"])}
+            tags |= {
+                **summary["environment"],
+                "answer": redact(summary["answer"]),
+            }
             values = {"trials": float(summary["trials"])}
             best = summary["best"]
             if best is not None:
                 tags["best"] = best["id"]
-                values[f"best/{spec.config.objective.metric}"] = float(best["value"])
+                values[f"best/{spec.config.objective.metric}"] = float(
+                    best["value"]
+                )
             rows.append(Row(int(summary["trials"]), self._end, values))
             there = filter(self._sweep.exists, _ARTIFACTS)
             artifacts = {name: self._content(name) for name in there}
@@ -92,7 +97,8 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     """Return the history of an ended trial: its evaluations and final figures."""
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
-    # Counted back from the end, as a lane may begin a trial before Tune starts it.
+    # Counted back from the end, as a lane may begin a trial before Tune starts
+    # it.
     began = record.end_time - end_s
     for point in record.curve:
         time_s = began + point["train_time_s"]
@@ -101,7 +107,7 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     last = int(max([record.metrics.get("step", 0.0), *rows]))
     values = dict(rows[last].values) if last in rows else {}
     values["trial_time_s"] = record.on_lane_s
-    for name in _FIGURES:  # one that failed has none of them
+    for name in _FIGURES:  # a failed trial lacks most of them
         value = getattr(record, name)
         if value is not None:
             values[name] = float(value)
@@ -130,7 +136,9 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
 
 
 def _without_position(values: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name not in _POSITION}
+    return {
+        name: value for name, value in values.items() if name not in _POSITION
+    }
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ class Running:
 class Live:
     """How far a sweep is: `progress.json`, which its driver writes every few seconds.
 
-    An observer needs no connection to the cluster. A driver that was killed leaves the
-    last state that it wrote, so use the directory's lease to see whether it is alive.
+    An observer needs no connection to the cluster. A driver that was killed
+    leaves the last state that it wrote, so use the directory's lease to see
+    whether the driver is alive.
     """
 
     state: Literal["running", "ended", "cut off"]
@@ -57,6 +58,18 @@ def write_live(sweep: Storage, live: Live) -> None:
         stream.write(content.encode())
 
 
+def write_state(
+    sweep: Storage, state: Literal["running", "ended", "cut off"]
+) -> None:
+    """Write how a start begins or ends; storage errors do not stop the sweep.
+
+    This write is tried again if it fails, because no other follows it soon.
+    """
+    content = json.dumps(asdict(Live(state)))
+    with contextlib.suppress(StorageError):
+        sweep.write(PROGRESS, content.encode())
+
+
 def read_live(sweep: Storage) -> Live | None:
     """Read the progress file; return None if it is missing or damaged."""
     if not sweep.exists(PROGRESS):
@@ -68,11 +81,11 @@ def read_live(sweep: Storage) -> Live | None:
 
 
 class Journal:
-    """The trial records of a sweep: a file each, durable before Tune is told.
+    """The trial records of a sweep, each durable before Tune learns of the trial's end.
 
-    Each trial has its own file, `<sweep>/trials/<id>.json`, because object stores
-    cannot append. A resumed sweep takes the results of recorded trials from their
-    records, and runs only the others.
+    Each trial has its own file, `<sweep>/trials/<id>.json`, because object
+    stores cannot append. A resumed sweep takes the results of recorded trials
+    from their records, and runs only the others.
     """
 
     def __init__(self, sweep: Storage) -> None:
@@ -84,11 +97,11 @@ class Journal:
         self._storage.write(f"{record.id}.json", content.encode())
 
     def tidy(self) -> None:
-        """Delete what killed writers have left, once no trial runs."""
+        """Delete temporary files of killed writers; no trial may be running."""
         self._storage.clear_aside()
 
     def set_aside(self, record: TrialRecord) -> None:
-        """Move a record to `before/`, so that its trial runs again or goes on."""
+        """Move a record to `before/`, so that its trial runs again or continues."""
         name = f"before/{record.id}-{record.end_time:.0f}.json"
         content = json.dumps(asdict(record))
         self._storage.parent.write(name, content.encode())
@@ -102,7 +115,11 @@ class Journal:
     def names(self) -> set[str]:
         """Return the IDs of the trials that have a record, without reading any."""
         files = self._storage.names()
-        return {name.removesuffix(".json") for name in files if name.endswith(".json")}
+        return {
+            name.removesuffix(".json")
+            for name in files
+            if name.endswith(".json")
+        }
 
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""
@@ -123,7 +140,7 @@ def in_order(records: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """Return what earlier starts learned on microbatches; empty if damaged."""
+    """Return what earlier starts learned about microbatches; empty if damaged."""
     try:
         if not sweep.exists(_BOUNDARY):
             return Boundary()
@@ -131,7 +148,7 @@ def read_boundary(sweep: Storage) -> Boundary:
         return Boundary.from_plain(content)
     except CheckpointError as error:
         logger.warning(
-            "%s is damaged (%s): which microbatches fit is learned anew",
+            "%s is damaged (%s): which microbatches fit is learned again",
             sweep.locate(_BOUNDARY),
             error,
         )

@@ -1,16 +1,17 @@
 """Which microbatches fit: learned from every trial, shared by all, kept across resumes.
 
-Pure.
+Nothing here does I/O.
 
-A key represents all settings that affect memory (`key_of`). Memory use grows with the
-microbatch size. So all sizes up to the largest that fitted are taken to fit, and all
-sizes from the smallest that did not fit are taken not to fit. Sizes in between are
-unknown.
+A key represents all settings that affect memory (`key_of`). Memory use grows
+with the microbatch size. So all sizes up to the largest that fitted are taken
+to fit, and all sizes from the smallest that did not fit are taken not to fit.
+Sizes in between are unknown.
 
-Trials may contradict each other: a size that a probe found to fit may run out of memory
-an hour later, in a fragmented heap. The stricter observation wins, whichever came
-first: a size that has run out of memory once is never tried again, nor is a larger one,
-and contrary observations are forgotten. So the order of observations does not matter.
+Trials may contradict each other: a size that a probe found to fit may run out
+of memory an hour later, in a fragmented heap. The stricter observation wins,
+whichever came first: a size that has run out of memory once is never tried
+again, nor is a larger one, and contrary observations are forgotten. So the
+order of observations does not matter.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ from trainers.config.model import Tree
 from trainers.config.sections import Positive
 from trainers.storage import validated
 
-# All of task_args, since only the task knows which shape the model; deterministic
-# algorithms have other workspaces.
+# All of task_args counts, because only the task knows which arguments change
+# the model's size. Deterministic algorithms use other workspaces.
 _MEMORY_KEYS = (
     "task",
     "task_args",
@@ -42,14 +43,18 @@ _MEMORY_KEYS = (
 def key_of(tree: Tree, device_name: str) -> str:
     """Return a digest that is equal for runs that need the same memory per microbatch.
 
-    `tree` is the run's configuration as plain data, `device_name` the GPU's model and
-    memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length and the
-    global batch size of a task's run change no tensor's size, so they are left out. For
-    a training function, only the batch size and floats are left out.
+    `tree` is the run's configuration as plain data, `device_name` the GPU's
+    name and memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed,
+    the length and the global batch size of a task's run change no tensor's
+    size, so they are left out. For a training function, only the batch size
+    and floats are left out.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
-        settings: Tree = {"train_func": config.train_func, "config": config.others}
+        settings: Tree = {
+            "train_func": config.train_func,
+            "config": config.others,
+        }
     else:
         settings = _of_task(config)
     scaling = config.scaling
@@ -64,10 +69,10 @@ def key_of(tree: Tree, device_name: str) -> str:
 def _of_task(config: TrainConfig) -> Tree:
     optimizer = config.optimizer
     settings: Tree = {key: getattr(config, key) for key in _MEMORY_KEYS}
-    # decides how much state a parameter has
+    # these decide how much state each parameter has
     settings["optimizer"] = [optimizer.name, bool(optimizer.momentum)]
     settings["resident"] = config.data.resident
-    # it runs on the same device, between steps
+    # evaluation uses the same device, between steps
     settings["evaluation"] = config.evaluate.microbatch_size
     if config.ema.decay is not None:
         settings["ema"] = True  # a copy of the weights
@@ -77,8 +82,8 @@ def _of_task(config: TrainConfig) -> Tree:
 def fixed_size(tree: Tree) -> int | None:
     """Return the microbatch size that a trial's configuration fixes, or None.
 
-    It is at most a worker's share of the batch. For a training function, it is the
-    function's batch size.
+    It is at most a worker's share of the batch. For a training function, it is
+    the function's batch size.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
@@ -98,10 +103,11 @@ class _Known:
 
 
 class Boundary:
-    """The largest microbatch that fits, for each key, as far as it is known."""
+    """What is known about the largest microbatch that fits, for each key."""
 
     def __init__(self) -> None:
-        # Every size: smaller ones count again when a larger one turns out not to fit.
+        # Every size that fitted: smaller ones count again when a larger one
+        # turns out not to fit.
         self._fits: dict[str, set[int]] = {}
         self._misfit: dict[str, int] = {}
 
@@ -135,7 +141,7 @@ class Boundary:
         return None
 
     def to_plain(self) -> Tree:
-        """Return all of it as plain data, for the journal."""
+        """Return all that is known as plain data, for the sweep's directory."""
         return {
             key: {"fits": sorted(fits), "misfit": self._misfit.get(key)}
             for key, fits in sorted(self._fits.items())

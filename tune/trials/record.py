@@ -11,26 +11,34 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from trainers.config.model import Tree
-from trainers.errors import Status, redact
+from trainers.errors import POLICIES, Status, redact
 from tune.config import Objective
 
 REPEATS = 0.2
-"""Standard deviation of the logarithm of the time to target between repeats of one
-configuration, assumed until enough repeats are measured. In
-benchmarks/results/ground-truth-*.json it is 0.11 and 0.20 for the samples to the
-target; this is the larger one.
+"""Standard deviation of the logarithm of the time to target between repeats of
+one configuration, assumed until enough repeats are measured. In
+benchmarks/results/ground-truth-*.json it is 0.11 and 0.20 for the samples to
+the target; this is the larger one.
 """
 APART = math.exp(1.96 * math.sqrt(2) * REPEATS)
-"""Two runs of one configuration have a ratio above this in 2.5 % of all cases."""
+"""The times of two runs of one configuration have a ratio above this in 2.5 % of cases."""
 FAR_APART = math.exp(3.24 * math.sqrt(2) * REPEATS)
-"""Likewise, in 0.06 %: among eighty ratios, one or more is above it in 5 % of cases."""
+"""The times of two runs of one configuration have a ratio above this in 0.06 % of
+cases. The largest of eighty such ratios is above this in 5 % of cases.
+"""
 REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
 EQUAL = 0.05
 """A smaller relative difference between two configurations does not matter."""
 BY_HAND = "stopped by hand"
 """The message in the record of a trial that a user has stopped."""
 BY_BUDGET = "stopped by the budget"
-"""Likewise, where the sweep's time or dollars were used up."""
+"""The message if the budget of time or dollars ended the trial."""
+ADVICE: dict[Status, str] = {
+    status: policy.advice for status, policy in POLICIES.items()
+} | {
+    "hung": "see in the trial's `traceback` where it hung, or raise the time limit that its message names"
+}
+"""What to do about a trial, by status: a trial has no directory for stacks."""
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 _FIELDS = {
     "time_to_target": "time_to_target_s",
@@ -41,8 +49,8 @@ _FIELDS = {
 """The record fields that hold metrics, by the metric's name."""
 
 Purpose = Literal["trial", "repeat", "clone"]
-"""trial: one of the search; repeat: a finalist again, alone, with another seed; clone:
-one that a user has added.
+"""trial: a trial of the search; repeat: another run of a finalist, without other
+trials and with another seed; clone: a trial that a user has added.
 """
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
 """A trial's name, which is also the name of a file."""
@@ -53,19 +61,25 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 def placed(row: dict[str, float]) -> dict[str, float]:
     """Return an evaluation unchanged; raise ValueError if its position is invalid."""
-    for name, otherwise in (("step", -1.0), ("epoch", 0.0), ("train_time_s", -1.0)):
+    for name, otherwise in (
+        ("step", -1.0),
+        ("epoch", 0.0),
+        ("train_time_s", -1.0),
+    ):
         if not 0 <= row.get(name, otherwise) < 1e12:
-            raise ValueError(f"{name} is no position in a run")
+            raise ValueError(f"{name} must be a number from 0 to 1e12")
     return row
 
 
 Row = Annotated[dict[str, float], AfterValidator(placed)]
-"""An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss,
-...; only figures may be NaN or infinite.
+"""An evaluation: step, epoch (not for a stream), train_time_s, train_loss,
+val_loss, ...; the first three must be finite, all others may be NaN or infinite.
 """
 
 
-def trial_id(config: Tree, purpose: Purpose = "trial", seed: int | None = None) -> str:
+def trial_id(
+    config: Tree, purpose: Purpose = "trial", seed: int | None = None
+) -> str:
     """Return ten hex digits that identify a configuration, its purpose and its seed."""
     named = config
     if purpose != "trial":
@@ -76,7 +90,7 @@ def trial_id(config: Tree, purpose: Purpose = "trial", seed: int | None = None) 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % confidence interval; `low == high` where it is exact."""
+    """A figure with its 95 % confidence interval; `low == high` if it is exact."""
 
     value: float
     low: float
@@ -93,7 +107,7 @@ class Spent:
     """Where a trial's time on its lane went, in its last start."""
 
     began: UnixTime
-    """When the lane took it, as Unix time by the node's clock, s."""
+    """When the lane took the trial, as Unix time by the node's clock, s."""
     starting_s: _Amount
     """Time outside the training loop: imports, data, model, the search for a
     microbatch, and cleaning up.
@@ -103,11 +117,11 @@ class Spent:
     training_s: _Amount
     """Time in training steps. For a training function, the whole call."""
     total_s: _Amount
-    """The total time; what is neither starting nor training is evaluation."""
+    """The whole time; what is neither starting nor training is evaluation."""
     first_step_s: _Amount | None = None
     """The part of training_s spent in the first step, which compiles."""
     phases_s: dict[str, _Amount] = field(default_factory=dict)
-    """total_s divided by phase; empty for a training function."""
+    """total_s, split by phase; empty for a training function."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +129,11 @@ class TrialRecord:
     """How one trial ended."""
 
     id: Name
-    """Digest of `config`: the same configuration has the same id in every resume."""
+    """Digest of `config` and, for a clone or repeat, of `purpose` and `seed`, too; the
+    same in every resume.
+    """
     config: Tree
-    """Dotted TrainConfig keys and the values that the search gave them."""
+    """Dotted keys of the run and the values that the search gave them."""
     status: Status
     start_time: UnixTime
     """Unix time, s."""
@@ -126,20 +142,20 @@ class TrialRecord:
     samples_per_s: _Amount | None = None
     """Training throughput after warm-up, evaluation left out."""
     step_time_s: _Amount | None = None
-    """Median time of a step."""
+    """Mean time of a step."""
     peak_memory_bytes: _Whole | None = None
-    """Peak of the device's memory; of the worker's resident memory on a CPU. Largest
-    over ranks.
+    """Peak of the device's memory; of the worker's resident memory on a CPU.
+    Largest over ranks.
     """
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of everything that was reported: train_loss, val_loss,
     val_accuracy, ...
     """
     curve: list[Row] = field(default_factory=list)
-    """One row an evaluation."""
+    """One row per evaluation."""
     time_to_target_s: _Amount | None = None
-    """Training time at the first evaluation that met the objective's target; None when
-    none did.
+    """Training time at the first evaluation that met the objective's target;
+    None if none did.
     """
     lane: _Whole | None = None
     purpose: Purpose = "trial"
@@ -148,22 +164,22 @@ class TrialRecord:
     samples: _Amount | None = None
     """Training samples seen."""
     epochs: _Amount | None = None
-    """Passes over the training split, with the part of the last one."""
+    """Passes over the training split, fractions included."""
     step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
     cpu_pressure: _Amount | None = None
-    """Share of its time in which some work on rank 0's node waited for a CPU (Linux
-    pressure stall information).
+    """Share of the trial's time in which some work on rank 0's node waited for a CPU
+    (Linux pressure stall information).
     """
     message: str = ""
     """What went wrong, in one line."""
     traceback: str = ""
-    """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
+    """The worker's traceback, for status `error`; the ranks' stacks, for `hung`."""
     spent: Spent | None = None
-    """Where its time went; None where it failed."""
+    """Where the trial's time went; None if the trial failed."""
     disturbed_s: _Amount | None = None
-    """Training time in which it was stalled or had no CPU. Its throughput excludes this
-    time; its times include it.
+    """Training time in which the trial was stalled or had no CPU. The trial's
+    throughput excludes this time; its other times include it.
     """
 
     @property
@@ -178,14 +194,14 @@ class TrialRecord:
 
     @property
     def given_seed(self) -> int | None:
-        """The seed that a repeat or the space gave it; None: the run's own."""
+        """The seed of a repeat, or else the `seed` of `config`; None if neither exists."""
         if self.seed is not None:
             return self.seed
         return self.config.get("seed")
 
     @property
     def on_lane_s(self) -> float:
-        """How long it held its lane, s; where that is unknown, also how long it waited."""
+        """How long the trial held its lane, s; if unknown, waiting time is included."""
         if self.spent is not None:
             return self.spent.total_s
         return max(0.0, self.end_time - self.start_time)
@@ -194,8 +210,9 @@ class TrialRecord:
     def missed_target_s(self) -> float | None:
         """Training time at the last evaluation before the one that met the target.
 
-        The target was met between the two. The value is 0 if the first evaluation met
-        it, and None if none did or the evaluations hold no times.
+        The trial met the target between these two evaluations. The value is 0 if
+        the first evaluation met the target, and None if no evaluation did or
+        the evaluations hold no times.
         """
         before = 0.0
         for row in self.curve:
@@ -209,6 +226,15 @@ class TrialRecord:
 
 
 Records = Sequence[TrialRecord]
+
+
+def num_lanes(records: Records) -> int:
+    """Return how many lanes have run the trials, at least 1.
+
+    The record of a trial that the search or the budget stopped names no lane.
+    """
+    lanes = {record.lane for record in records}
+    return max(1, len(lanes - {None}))
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
@@ -234,8 +260,9 @@ def time_to_target(objective: Objective, curve: Sequence[Row]) -> float | None:
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     """Return the training time, s, at which a trial met the target.
 
-    The value is interpolated linearly between the last evaluation that missed the
-    target and the first that met it; the interval extends from the one to the other.
+    The value is interpolated linearly between the last evaluation that missed
+    the target and the first that met it; the interval extends from the one to
+    the other.
 
     Returns None if the trial did not meet the target.
     """
@@ -263,7 +290,7 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
 
 
 def _figure(value: float | None) -> float | None:
-    """Return a figure if a record can hold it; a function may report any number."""
+    """Return the figure, or None if it is outside the range that a record can hold."""
     if value is None or not 0 <= value < 2**63:
         return None
     return value
@@ -281,8 +308,8 @@ def make_record(
 ) -> TrialRecord:
     """Make the record of a trial from its evaluations and its lane's outcome.
 
-    `usd_per_hour` is the price of one lane. A trial that reports no objective or target
-    has the status `error`.
+    `usd_per_hour` is the price of one lane. A trial that is done, but has not
+    reported the metrics of the objective and target, gets the status `error`.
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
@@ -296,7 +323,7 @@ def make_record(
     for name in _SPEEDS:  # a training function may report them itself
         figures[name] = _figure(speed.get(name, metrics.get(name)))
     known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    # So far, while it ran, or as a training function reports it.
+    # The value so far, reported while it ran, or a training function's own.
     peak_bytes = metrics.pop("peak_memory_bytes", None)
     peak_bytes = _figure(result.get("peak_memory_bytes", peak_bytes))
     if peak_bytes is not None:
@@ -314,7 +341,7 @@ def make_record(
     if status == "done" and missing:
         status = "error"
         names = ", ".join(sorted(known))
-        message = f"objective: no number is reported as {missing[0]}, only as {names}"
+        message = f"the objective's {missing[0]} was not reported as a number; reported: {names}"
     return TrialRecord(
         id=trial_id(config, purpose, seed),
         config=config,

@@ -2,8 +2,9 @@
 
 Any process may add a file.
 
-The driver looks there every second, and a resumed sweep reads all files again. Their
-combined effect depends on the files alone, not on who reads them or how often.
+The driver looks there every second, and a resumed sweep reads all files again.
+The combined effect of the actions depends only on the files, not on who reads
+them or how often.
 """
 
 import json
@@ -31,15 +32,17 @@ class Action:
     """One action of a user."""
 
     kind: Kind
-    trial: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$", max_length=200)] = ""
+    trial: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$", max_length=200)] = (
+        ""
+    )
     """The ID of the trial to stop, prefer or clone; empty for other kinds."""
     keys: Tree = field(default_factory=dict)
-    """For a clone, its whole configuration; for an extension, the dotted keys of the
-    sweep that it sets.
+    """For a clone, its whole configuration; for an extension, the dotted keys
+    of the sweep that it sets.
     """
     goes_on: bool = False
-    """Whether a clone differs from its trial only in length, so that it may start from
-    that trial's checkpoint.
+    """Whether a clone differs from its trial only in length, so that it may
+    start from that trial's checkpoint.
     """
     time: UnixTime = field(default_factory=time.time)
 
@@ -75,14 +78,19 @@ def steered(actions: Iterable[Action]) -> Steering:
         if action.kind == "stop":
             stopped.add(action.trial)
         elif action.kind == "first":
-            first = [action.trial, *(trial for trial in first if trial != action.trial)]
+            first = [
+                action.trial,
+                *(trial for trial in first if trial != action.trial),
+            ]
         elif action.kind == "clone":
             clones.setdefault(trial_id(action.keys, "clone"), action)
         elif action.kind == "extend":
             extension |= action.keys
         else:
             paused = action.kind == "pause"
-    return Steering(paused, frozenset(stopped), tuple(first), clones, extension)
+    return Steering(
+        paused, frozenset(stopped), tuple(first), clones, extension
+    )
 
 
 class Actions:
@@ -118,5 +126,5 @@ class Actions:
         try:
             return self._storage.read_json(name, Action)
         except CheckpointError as error:
-            logger.warning("%s: the action is left out", error)
+            logger.warning("%s; the action is ignored", error)
             return None
