@@ -31,12 +31,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainers.errors import (
-    MISSING,
     ConfigError,
     LeaseError,
     StorageError,
@@ -47,6 +46,8 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 LEASE = "lease.json"
+_KINDS = {"config.yaml": "run", "sweep.yaml": "sweep"}
+"""What a directory is of, by the file that marks it."""
 BEAT_S = 5.0
 STALE_S = 30.0
 SETTLE_S = 1.0
@@ -233,8 +234,9 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
 
     Use this context in the main thread.
 
-    Raises ConfigError at the start if another process holds the lease or the
-    directory is not writable, and LeaseError at the end if the lease was lost.
+    Raises ConfigError at the start if another process holds the lease, or the
+    directory is not writable or of another kind, and LeaseError at the end if
+    the lease was lost.
     When the lease is lost, this process receives SIGTERM. If SIGTERM and
     SIGHUP have no handlers, they end the block as Ctrl-C does.
     """
@@ -251,6 +253,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
         # Files of starts that have ended: from here on only this start writes.
         storage.clear_aside()
         try:
+            _check_kind(storage, mark, list(filter(storage.exists, _KINDS)))
             yield lease.token
             Fence(storage, mark, lease.token)()
         except (ConfigError, LeaseError):
@@ -382,12 +385,20 @@ class _Lease:
             self._storage.delete(LEASE)
 
 
+def _check_kind(storage: Storage, mark: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if a directory with files `names` is not of the kind of `mark`."""
+    others = _KINDS.keys() - {mark}
+    for name in names:
+        if mark not in names or name in others:
+            rule = f"names {storage.uri}, which is not the directory of a {_KINDS[mark]}: it holds {name}"
+            fix = "give another `--name`"
+            raise ConfigError("name", storage.name, rule, fix)
+
+
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete all files but the lease; ConfigError if there are some, but no `mark`."""
+    """Delete all files but the lease; ConfigError if the directory is of another kind."""
     names = [name for name in storage.names() if name != LEASE]
-    if names and mark not in names:
-        rule = f"would delete {storage.uri}, which holds files but no {mark}, so Paceline did not make it"
-        raise ConfigError("--fresh", MISSING, rule, "give another `--name`")
+    _check_kind(storage, mark, names)
     # The mark goes last: as long as it exists, an interrupted deletion can be
     # repeated.
     for name in sorted(names, key=lambda name: name == mark):

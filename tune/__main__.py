@@ -35,10 +35,14 @@ from tune.sweeps.spec import (
     SweepSpec,
     is_complete,
     read_kept,
-    read_saved,
     read_sweep,
 )
-from tune.sweeps.steer import known_trials, order_extension, steer_in_words
+from tune.sweeps.steer import (
+    kept_sweep,
+    known_trials,
+    order_extension,
+    steer_in_words,
+)
 from tune.sweeps.sweep import (
     SweepInterrupted,
     SweepResult,
@@ -271,7 +275,7 @@ def _is_directory(location: str) -> bool:
 
 
 def _report(directory: str, output: Output) -> int:
-    spec = read_saved(directory)
+    spec = kept_sweep(directory)
     if not spec.config.redraws and not is_complete(spec):
         print(f"the sweep has not ended: `{spec.resume()}` continues it")
     return _show(saved_answer(spec), output)

@@ -451,3 +451,13 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
         in capsys.readouterr().out
     )
     assert read_saved(spec.uri).train["epochs"] == 6
+
+
+def test_a_report_is_written_where_the_sweep_could_not_run(tmp_path):
+    spec = begin(tmp_path, objective={"metric": "val_accuracy"})
+    Journal(spec.storage).append(record({"global_batch_size": 8}, NEVER))
+    elsewhere = spec.storage.read(SAVED).replace(b"tests.tasks", b"absent")
+    spec.storage.write(SAVED, elsewhere)
+    assert main([spec.uri]) == 2
+    assert main([spec.uri, "--report"]) == 0
+    assert spec.storage.exists("report.html")

@@ -25,10 +25,12 @@ from trainers.lease import (
     STALE_S,
     Holder,
     _Lease,
+    delete_own,
     fenced,
     held,
 )
 from trainers.storage import Storage
+from tune.sweeps.spec import SAVED
 
 MARK = "config.yaml"
 
@@ -130,6 +132,25 @@ def test_a_new_lease_costs_no_wait_on_a_local_directory(storage, clock):
         )
     assert clock.slept == ([] if storage.is_local else [SETTLE_S])
     assert storage.names() == [MARK], "nothing is left of it"
+
+
+@pytest.mark.parametrize(("mark", "other"), [(MARK, SAVED), (SAVED, MARK)])
+def test_a_run_and_a_sweep_share_no_directory(storage, clock, mark, other):
+    """Also where an earlier version has let them."""
+    for name in (other, mark):
+        storage.write(name, b"")
+        with pytest.raises(ConfigError, match=other), held(storage, mark):
+            pytest.fail("it has begun")
+        with pytest.raises(ConfigError, match=other):
+            delete_own(storage, mark)
+    assert storage.names() == sorted([mark, other])
+
+
+def test_what_others_have_made_is_not_deleted(storage):
+    storage.write("thesis.tex", b"")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        delete_own(storage, MARK)
+    assert storage.names() == ["thesis.tex"]
 
 
 def test_a_living_holder_is_named_and_keeps_it(storage, clock):

@@ -315,7 +315,7 @@ def test_trials_of_a_killed_driver_are_not_running(tmp_path, holder):
         (["halt"], "must be one of stop, pause, go-on, clone, first"),
         (["stop"], "`TRIAL` is needed"),
         (["pause", "abc"], "`TRIAL` is not for pause"),
-        (["stop", "nothing"], "is not a trial of this sweep"),
+        (["stop", "nothing"], "with `python -m tune steer '"),
         (["stop", ""], "`TRIAL` is needed"),
         (["first", "ENDED"], "has ended already: done"),
         (["stop", "WAITING", "epochs=8"], "is not for stop"),
@@ -331,7 +331,7 @@ def test_trials_of_a_killed_driver_are_not_running(tmp_path, holder):
 def test_what_cannot_be_done_is_said_and_not_written(
     tmp_path, capsys, words, said
 ):
-    spec = begin(tmp_path)
+    spec = begin(tmp_path, storage_path=f"{tmp_path}/my sweeps")
     done, waits = grid(spec.config)
     Journal(spec.storage).append(record(done, NEVER))
     clone = record(done | {"seed": 3}, NEVER, purpose="clone")

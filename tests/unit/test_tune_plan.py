@@ -8,10 +8,11 @@ import pytest
 
 from cluster.files.capacity import load_prices
 from cluster.files.ray_up import load_cluster
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, error_of
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
+from tune.search.space import open_trials
 from tune.sweeps.plan import SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweeps.spec import prepare, read_sweep
 from tune.trials.journal import Journal
@@ -85,8 +86,8 @@ def finish(user, seconds, status="done", purpose="trial", spent=None):
     """Trials of the sweep that have ended, after so many seconds each."""
     spec = read_sweep(str(user / "sweep.yaml"), {}, own_workers=False)
     prepare(spec, fresh=False)
-    for number, time_s in enumerate(seconds):
-        config = {"number": number, "status": status}
+    left = open_trials(spec.config, Journal(spec.storage).records())
+    for config, time_s in zip(left, seconds, strict=False):
         name = trial_id(config, purpose)
         given = {"purpose": purpose, "spent": spent}
         Journal(spec.storage).append(
@@ -223,6 +224,8 @@ def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_agai
     assert found.time_s == 2 * 200.0
     assert "mean of 4 that ended" in "\n".join(found.lines)
     assert plan(user, minutes=10).trial_s == 600
+    with error_of("space"):  # as a start of it
+        plan(user, space=SPACE | {"global_batch_size": [256]})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ with another one.
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,15 @@ def test_a_file_becomes_a_spec(user, tmp_path):
     assert spec.source == str(user / "sweep.yaml")
     assert spec.train["task"] == f"{MODULE}:Mine"
     assert "storage_path" not in spec.train
+
+
+def test_a_sweep_s_uri_names_a_run_beside_it(user):
+    write(user, train=TRAIN | {"task_dir": str(user)})
+    Path("train.yaml").write_text("epochs: 9")
+    for place in ("", f"{user}/", f"file://{user}/"):
+        train = {"train": f"{place}train.yaml"}
+        spec = read_sweep(f"file://{user}/sweep.yaml", train)
+        assert spec.train["epochs"] == 2
 
 
 def test_overrides_go_to_the_sweep_or_to_the_run(user, tmp_path):

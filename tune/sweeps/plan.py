@@ -33,9 +33,9 @@ from trainers.errors import (
 )
 from tune.config import Range
 from tune.report.words import duration
-from tune.sweeps.spec import SweepSpec
+from tune.sweeps.spec import SweepSpec, num_kept, num_missing
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, dollars
+from tune.trials.record import Records, TrialRecord, dollars
 
 _PRICES = "Prices are from cluster/files/prices.csv, with dates and sources; if a price is unknown in this region, the most expensive region's price is used."
 _CPUS_TO_START = 2
@@ -221,7 +221,8 @@ def make_plan(
     """Forecast a sweep on the largest size of a cluster file. Starts nothing.
 
     Raises ConfigError if the sweep cannot fit: no node holds a worker, or the
-    cluster never holds one worker group or the requested lanes.
+    cluster never holds one worker group or the requested lanes; and if the
+    sweep's directory holds another sweep.
     """
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
@@ -242,8 +243,9 @@ def make_plan(
     usd_per_hour = spec.config.usd_per_hour
     if usd_per_hour is None:
         usd_per_hour = held.cost.usd_per_hour
-    num_ended, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
-    trials = max(0, plan.num_trials - num_ended)
+    records, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
+    num_ended = sum(record.purpose == "trial" for record in records)
+    trials = num_missing(spec.config, records)
     within, time_s = _time_s(spec, trials, lanes, trial_s)
     usd = None
     if time_s is not None and usd_per_hour is not None:
@@ -338,26 +340,26 @@ def _check_resources(cluster: ClusterFile) -> None:
 
 def _trial_s(
     spec: SweepSpec, minutes: float | None
-) -> tuple[int, float | None, str]:
-    """Return how many trials have ended, seconds per trial, and the figure's source."""
+) -> tuple[Records, float | None, str]:
+    """Return the records so far, seconds per trial, and the figure's source."""
     note = ""
     records: list[TrialRecord] = []
     try:
+        num_kept(spec)
         records = Journal(spec.storage).records()
     except StorageError as error:
         note = f"; {spec.uri} cannot be read: {first_line(error)}"
-    num_ended = sum(record.purpose == "trial" for record in records)
     if minutes is not None:
-        return num_ended, minutes * 60, f"{duration(minutes * 60)} (given)"
+        return records, minutes * 60, f"{duration(minutes * 60)} (given)"
     times = [record.on_lane_s for record in records if record.finished]
     if not times:
         why = (
             "give --minutes_per_trial M: no trial of this sweep has ended yet"
         )
-        return num_ended, None, f"unknown ({why}{note})"
+        return records, None, f"unknown ({why}{note})"
     mean_s = statistics.fmean(times)
     spread = ""
     if len(times) > 1:
         spread = f", {duration(min(times))} to {duration(max(times))}"
     words = f"{duration(mean_s)} (mean of {len(times)} that ended{spread})"
-    return num_ended, mean_s, words
+    return records, mean_s, words

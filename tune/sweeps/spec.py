@@ -157,8 +157,11 @@ def sweep_with(
     train = config.train
     if isinstance(train, str):
         source = train
-        if "://" not in train and directory is not None:
+        is_relative = "://" not in train and not Path(train).is_absolute()
+        if is_relative and directory is not None:
             source = str(directory / train)
+        elif is_relative and "://" in location:
+            source = Storage(location).parent.locate(train)
         train, directory = read_file(source)
     train = override(kind_of(train), train, sections["train"])
     return _spec(config, train, source, location, directory, own_workers)
@@ -266,9 +269,20 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
 
     Raises ConfigError if the directory holds another sweep of this name.
     """
-    storage = spec.storage
     if fresh:
-        delete_own(storage, SAVED)
+        delete_own(spec.storage, SAVED)
+    count = num_kept(spec)
+    if not count:
+        spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
+    return count
+
+
+def num_kept(spec: SweepSpec) -> int:
+    """Return how many records the sweep's directory holds; change nothing.
+
+    Raises ConfigError as `prepare` does.
+    """
+    storage = spec.storage
     count = len(Journal(storage).names())
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
@@ -284,8 +298,6 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         extend = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`"
         fix = f"{extend}, give another `--name`, or start over with `--fresh`"
         refuse_changes(then, now, storage.uri, fix, spec.source)
-    if not count:
-        storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
 

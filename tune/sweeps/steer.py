@@ -6,6 +6,7 @@ An action is a file in the sweep's directory, which the sweep's driver watches.
 import logging
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -366,5 +367,5 @@ def named_trial(text: str, names: Iterable[str], uri: str) -> str:
         rule = "is needed"
     elif found:
         rule = f"matches {len(found)} trials: {', '.join(found)}"
-    fix = f"list the trials with `python -m tune steer {uri}`"
+    fix = f"list the trials with `python -m tune steer {shlex.quote(uri)}`"
     raise ConfigError("TRIAL", text or MISSING, rule, fix)
