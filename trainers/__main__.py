@@ -30,7 +30,7 @@ from trainers.launch.spec import (
     read_run,
     torchrun_world_size,
 )
-from trainers.output import Output
+from trainers.output import Output, torchrun_rank
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -153,8 +153,7 @@ def explain(
     """Say where a run's time goes, and why; change nothing."""
     from trainers.explain import explain, read_subject
     from trainers.launch.local import run_spawn
-    from trainers.launch.process import setup_logging
-    from trainers.on_ray.environment import embedded
+    from trainers.launch.process import embedded, setup_logging
 
     setup_logging(0, quiet=True)
     subject = read_subject(run)
@@ -192,7 +191,7 @@ def _infer(
 
     follow_agent()
     torchrun = torchrun_world_size()
-    rank = 0 if torchrun is None else int(os.environ["RANK"])
+    rank = torchrun_rank() or 0
     spec = run_spec(location, overrides, torchrun)
     setup_logging(rank, output.quiet)
     spec.load_task()

@@ -34,7 +34,7 @@ from trainers.errors import (
     redact,
     show,
 )
-from trainers.output import Json, Output, Quiet
+from trainers.output import Json, Output, Quiet, torchrun_rank
 
 _SOURCE = "command line"
 
@@ -387,7 +387,7 @@ def complain(
 
     Under torchrun only rank 0 prints them, unless `every_rank` is set.
     """
-    if every_rank or os.environ.get("RANK", "0") == "0":
+    if every_rank or not torchrun_rank():
         for line in redact(sentences).splitlines():
             print(f"{level}: {line}", file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """How a command reports: a live line, log lines, few lines (`--quiet`), or JSON.
 
 Environment read: TERM, which is dumb for a terminal that cannot be drawn on;
-RANK, which torchrun sets: only rank 0 reports.
+RANK and what else torchrun sets: of its workers, only rank 0 reports.
 """
 
 from __future__ import annotations
@@ -39,8 +39,27 @@ Json = Annotated[
 ]
 PACKAGES = ("trainers", "cluster", "tune")
 """Packages whose log is shown."""
+TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+"""Variables that torchrun sets for each worker, and that a worker needs."""
 _TELL_S = 0.25
 _LAST_S = 5.0
+
+
+def torchrun_rank() -> int | None:
+    """Return this process's rank if torchrun started it, else None.
+
+    A RANK alone, left over in a shell, is not torchrun's.
+    """
+    if os.environ.keys() >= TORCHRUN:
+        return int(os.environ["RANK"])
+    return None
 
 
 def on_terminal() -> bool:
@@ -92,7 +111,7 @@ class Output:
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Write a record if `--json` is set; a closed pipe does not end the run."""
-        if not self.as_json or os.environ.get("RANK", "0") != "0":
+        if not self.as_json or torchrun_rank():
             return
         data = json.dumps(as_data(record)).encode() + b"\n"
         try:
@@ -129,7 +148,7 @@ class Output:
         """Report the result: as text, as a line with `--quiet`, or as a record."""
         if self.as_json:
             self.record({"record": "result", **record})
-        elif os.environ.get("RANK", "0") == "0":
+        elif not torchrun_rank():
             print(redact(line if self.quiet else text), flush=True)
 
 

@@ -1,13 +1,9 @@
-"""Start a training run, for the command and for Python: `from trainers import train`.
-
-Environment read: RANK, which torchrun sets.
-"""
+"""Start a training run, for the command and for Python: `from trainers import train`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +31,7 @@ from trainers.launch.spec import (
 from trainers.launch.training import TrainJob
 from trainers.lease import delete_own, held
 from trainers.measure.result import RunResult
-from trainers.output import Output, Take, sending
+from trainers.output import Output, Take, sending, torchrun_rank
 from trainers.storage import Storage
 from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
@@ -95,7 +91,7 @@ def run_training(
     output = output or Output()
     is_torchrun = torchrun_world_size() is not None
     launcher = "torchrun" if is_torchrun else spec.config.launcher
-    rank = int(os.environ["RANK"]) if is_torchrun else 0
+    rank = torchrun_rank() or 0
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as cluster:
         with without_collection(own_process=is_command):
             from trainers.launch.process import shown_log

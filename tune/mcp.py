@@ -26,6 +26,7 @@ from pydantic import Field
 from cluster.files.ray_up import load_cluster
 from trainers.command_line import Command
 from trainers.config.model import Tree, build
+from trainers.config.yaml import dump_inline
 from trainers.errors import (
     MISSING,
     ConfigError,
@@ -305,7 +306,7 @@ class Tools:
         self._usd += spec.config.budget.usd or 0.0
         if not self._is_running(spec.uri):
             options = [
-                f"--{key}={json.dumps(value)}" for key, value in keys.items()
+                f"--{key}={dump_inline(value)}" for key, value in keys.items()
             ]
             command = [
                 sys.executable,

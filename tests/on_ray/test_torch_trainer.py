@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -136,12 +137,14 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
     )
     monkeypatch.setattr(growth, "BOOTSTRAP", file)
     growth._file.cache_clear()
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert capacity().get("GPU") is None, (
-        "an embedded cluster is not the one of the file"
-    )
+    with monkeypatch.context() as patch:
+        own = SimpleNamespace(is_head=lambda: True)
+        patch.setattr(growth, "own_node", lambda: own)
+        assert capacity().get("GPU") is None, (
+            "a cluster of this process is not the one of the file"
+        )
     growth._file.cache_clear()
-    monkeypatch.setenv("RAY_ADDRESS", driver.get_runtime_context().gcs_address)
+    monkeypatch.delenv("RAY_ADDRESS")
     assert (capacity()["CPU"], capacity()["GPU"]) == (16, 2)
     growth._file.cache_clear()
 

@@ -3,6 +3,7 @@ sentence for every mistake.
 """
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import tune.__main__
 from trainers.command_line import Command, run
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, RunFailedError
+from trainers.output import TORCHRUN
 
 DOORS = {
     "trainers": trainers.__main__.main,
@@ -268,12 +270,22 @@ def test_what_is_no_option_is_a_config_error(args, words):
     assert "command line" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (TORCHRUN, "^$"),
+        ({"RANK"}, "`the file` is not there"),
+        (TORCHRUN - {"LOCAL_RANK"}, "`LOCAL_RANK` is not set, unlike RANK"),
+    ],
+)
 def test_an_error_is_said_once_for_all_of_torchruns_workers(
-    monkeypatch, capsys
+    names, said, monkeypatch, capsys
 ):
-    monkeypatch.setenv("RANK", "1")
-    assert trainers.__main__.main(["evaluate"]) == 2
-    assert capsys.readouterr().err == ""
+    """And of nothing else: not with a lone RANK, nor if another launcher set it."""
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert trainers.__main__.main(["nosuch.yaml"]) == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_each_of_torchruns_workers_says_its_own_failure(monkeypatch, capsys):
@@ -282,7 +294,8 @@ def test_each_of_torchruns_workers_says_its_own_failure(monkeypatch, capsys):
             "error", "rank 1: ValueError: it is bad (task.py:3)"
         )
 
-    monkeypatch.setenv("RANK", "1")
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(trainers.__main__, "read_run", fails)
     assert trainers.__main__.main(["train.yaml"]) == 1
     assert capsys.readouterr().err.startswith(

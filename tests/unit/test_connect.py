@@ -18,6 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.specs import error_of
 from tests.waits import HANG_S
 from trainers.errors import ClusterError
+from trainers.launch.process import embedded
 from trainers.on_ray import _reaper as reaper
 from trainers.on_ray.cluster import connect, disconnect
 from trainers.on_ray.internals import has_token, read_token_again
@@ -79,7 +80,9 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     else:
         connect()
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        assert embedded() != several_nodes
         disconnect()
+        assert not embedded(), "connected by somebody else"
     is_tried_again = fails and not several_nodes
     assert seen == [(address or "local", several_nodes)] * (
         3 if is_tried_again else 1

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,8 +79,16 @@ def test_a_file_that_is_not_there_has_a_near_miss(user):
         read_file(str(user / "nothing_like_it"))
 
 
-def test_the_size_of_a_cluster_is_not_this_machines(user, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
+@pytest.mark.parametrize("address", ["auto", None])
+def test_the_size_of_a_cluster_is_not_this_machines(
+    user, monkeypatch, address
+):
+    """Nor is that of a cluster which the user's program has connected Ray to."""
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    else:
+        connected = SimpleNamespace(is_initialized=lambda: True)
+        monkeypatch.setitem(sys.modules, "ray", connected)
     assert (
         read(
             user, launcher="ray", scaling__num_workers=100_000
@@ -111,6 +120,7 @@ def test_torchrun_on_many_machines_is_not_held_against_this_one(
     }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert torchrun_world_size() == 4 * cores
     spec = read_spec(str(user / "train.yaml"), {}, torchrun_world_size())
     assert spec.config.scaling.num_workers == 4 * cores

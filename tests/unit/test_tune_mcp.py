@@ -17,7 +17,7 @@ from tests.specs import REPOSITORY
 from tests.unit.report_records import config, done, failed
 from tests.unit.test_extension import NEVER, begin, record
 from tests.waits import HANG_S
-from trainers.config.yaml import dump_yaml
+from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
 from tune import mcp as served
@@ -229,6 +229,18 @@ def test_without_leave_nothing_is_run(tool, given, call):
     is_error, said = call(tool, **given)
     assert is_error
     assert said.startswith("`--allow-run` was not given to this server")
+
+
+def test_settings_reach_the_sweep_as_they_were_given(commands, tmp_path):
+    note = "gut \N{GRINNING FACE}\x7f # off"
+    settings = {
+        "train.task_args.note": note,
+        "storage_path": str(tmp_path),
+        "budget.usd": 0.5,
+    }
+    Tools(Limits(99, 1.0, 0.5)).start(SWEEP, settings)
+    option = commands[0][4]
+    assert parse_typed(option.partition("=")[2], "f") == note
 
 
 def test_a_sweep_that_was_extended_is_not_started_as_it_was(tmp_path):

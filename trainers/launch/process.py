@@ -1,6 +1,7 @@
 """What each process sets up around its work: imports, log, signals, and how it ends.
 
-Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
+Environment read: TORCHELASTIC_RUN_ID, which torchrun sets; RAY_ADDRESS, the
+cluster to join.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from types import FrameType
 from trainers.errors import redact
 from trainers.output import PACKAGES
 
+own_cluster = threading.Event()
+"""Set while this process is connected to a cluster that Paceline has started in it."""
 _LOOK_S = 0.5
+
+
+def embedded() -> bool:
+    """Whether Paceline starts the cluster, in this process, and ends it.
+
+    A cluster that the user's program has joined or started is not embedded.
+    """
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return own_cluster.is_set()
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """A run as plain data: read from a file and checked.
 
-Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; if not set, Ray
-runs embedded on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun
-sets.
+Environment read: RANK, WORLD_SIZE and what else torchrun sets.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from trainers.config.sections import ScalingConfig
 from trainers.config.train import TrainConfig
 from trainers.config.yaml import parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import ConfigError, counted, did_you_mean
+from trainers.errors import MISSING, ConfigError, counted, did_you_mean
+from trainers.launch.process import embedded
 from trainers.launch.user_code import (
     add_to_path,
     load_function,
@@ -40,6 +39,7 @@ from trainers.launch.user_code import (
 )
 from trainers.lease import fenced
 from trainers.loop.watchdog import watched
+from trainers.output import TORCHRUN
 from trainers.storage import Storage, parse_json, storage_uri
 
 if TYPE_CHECKING:
@@ -163,11 +163,17 @@ class Job(RunSpec, ABC, Generic[R]):
 
 
 def torchrun_world_size() -> int | None:
-    """Return the number of workers if torchrun started this process, else None."""
-    if all(
-        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    ):
+    """Return the number of workers if torchrun started this process, else None.
+
+    Raises ConfigError if another launcher set only some of what torchrun sets.
+    """
+    missing = sorted(TORCHRUN - os.environ.keys())
+    if not missing:
         return int(os.environ["WORLD_SIZE"])
+    if os.environ.keys() >= {"RANK", "MASTER_ADDR"}:
+        rule = "is not set, unlike RANK and MASTER_ADDR"
+        fix = "start the workers with torchrun, which sets all, or unset RANK"
+        raise ConfigError(missing[0], MISSING, rule, fix)
     return None
 
 
@@ -244,7 +250,7 @@ def make_spec(
         key = "task"
         on_ray = config.launcher == "ray"
         config = config.with_global_batch()
-    if own_workers and not (on_ray and os.environ.get("RAY_ADDRESS")):
+    if own_workers and (embedded() or not on_ray):
         check_machine(config.scaling, source)
     path = task_path(
         getattr(config, key), config.task_dir, directory, source, key

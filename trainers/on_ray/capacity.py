@@ -3,8 +3,7 @@
 The file is read where a job's driver finds it: on the head of a `ray up`
 cluster, and in a pod of KubeRay, from Kubernetes.
 
-Environment read: RAY_ADDRESS, without which a cluster is embedded and never
-grows; in Kubernetes also RAY_CLUSTER_NAME, which KubeRay sets, and
+Environment read, in Kubernetes: RAY_CLUSTER_NAME, which KubeRay sets, and
 KUBERNETES_SERVICE_HOST, which Kubernetes sets.
 """
 
@@ -19,8 +18,7 @@ import ray
 
 from trainers.config.model import Tree
 from trainers.config.yaml import parse_documents, read_text
-from trainers.on_ray.environment import embedded
-from trainers.on_ray.internals import kuberay_config
+from trainers.on_ray.internals import kuberay_config, own_node
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +127,8 @@ def _size(resources: Tree) -> tuple[float, float]:
 def _file(node_id: str) -> Tree:
     """Return the cluster file, from the head node or from Kubernetes.
 
-    Empty if this is neither the head nor a pod of KubeRay.
+    Empty if this is neither the head nor a pod of KubeRay, and for a cluster
+    that this process has started, which never grows.
     """
     heads = [
         node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]
@@ -137,7 +136,9 @@ def _file(node_id: str) -> Tree:
     name = None
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         name = os.environ.get("RAY_CLUSTER_NAME")
-    if embedded() or not (name or node_id in heads):
+    node = own_node()
+    is_own = node is not None and node.is_head()
+    if is_own or not (name or node_id in heads):
         return {}
     try:
         if name:

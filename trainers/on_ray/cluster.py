@@ -28,7 +28,11 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, counted, first_line
-from trainers.launch.process import without_collection
+from trainers.launch.process import (
+    embedded,
+    own_cluster,
+    without_collection,
+)
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray import _reaper
 from trainers.on_ray.capacity import Resources, capacity
@@ -76,10 +80,10 @@ def connect(
     """
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local":
+    if embedded():
         _start_embedded(show_workers)
     else:
+        address = os.environ["RAY_ADDRESS"]
         _join(address, show_workers, JobConfig(metadata=metadata))
 
 
@@ -109,6 +113,8 @@ def _start_embedded(show_workers: bool) -> None:
         started.enter_context(_environment_as_before())
         directory = started.enter_context(_own_token())
         _init_embedded(show_workers)
+        started.callback(own_cluster.clear)
+        own_cluster.set()
         session = own_node().get_session_dir_path()
         started.callback(_reaper.start(session, directory))
         started.callback(ray.shutdown)

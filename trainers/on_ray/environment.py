@@ -47,6 +47,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from trainers.launch.process import embedded
+
 _EMBEDDED = {
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -69,11 +71,6 @@ _SWEEP = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
-
-
-def embedded() -> bool:
-    """Whether this process starts the cluster on this machine, and ends it."""
-    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def cluster_environment() -> contextlib.AbstractContextManager[None]:

@@ -28,16 +28,12 @@ from trainers.errors import (
     first_line,
     printable,
 )
-from trainers.launch.process import StopSignals, setup_logging
+from trainers.launch.process import StopSignals, embedded, setup_logging
 from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
-from trainers.on_ray.environment import (
-    embedded,
-    run_environment,
-    task_environment,
-)
+from trainers.on_ray.environment import run_environment, task_environment
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
     STATE_LOGGER,

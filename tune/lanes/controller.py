@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
-from trainers.on_ray.environment import embedded
+from trainers.launch.process import embedded
 from trainers.on_ray.worker_group import as_failure
 from tune.ray_internals import (
     ControllerCallback,

@@ -22,9 +22,8 @@ import ray.train
 from trainers.config.model import Tree
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
-from trainers.launch.process import without_collection
+from trainers.launch.process import embedded, without_collection
 from trainers.on_ray.cluster import ray_scaling
-from trainers.on_ray.environment import embedded
 from trainers.on_ray.vital_signs import is_alive
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
