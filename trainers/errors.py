@@ -58,9 +58,9 @@ _NAMED = re.compile(
     (?:"[^"\n]{0,999}"|'[^'\n]{0,999}'|[^\s'"&,;)}\]]+)""",
     re.IGNORECASE | re.VERBOSE,
 )
-_VARIABLE = re.compile(
-    r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD)$", re.IGNORECASE
-)
+SECRET_NAME = r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD)"  # noqa: S105 (no secret)
+"""How the name of a secret variable ends, in small letters or capitals."""
+_VARIABLE = re.compile(rf"{SECRET_NAME}$", re.IGNORECASE)
 # A secret variable's value is hidden if it has at least so many characters:
 # shorter values also occur in harmless words.
 _SHORTEST = 8

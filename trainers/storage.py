@@ -64,13 +64,14 @@ def storage_uri(storage_path: str | None) -> str:
     Raises ConfigError for a relative path inside a Ray job: it would lie in
     the job's package directory, which exists on one node only and is deleted
     with the job. Also raises ConfigError for syntax that only a shell would
-    expand.
+    expand, unless a directory has that very name.
     """
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
-    if found := re.search(r"\$(\w+|\{[^}]*\}?)", path):
+    found = re.match(r"(?s)(?:file://)?(.*(\$(?:\w+|\{[^}]*\}?))[^/]*)", path)
+    if found and not os.path.exists(os.path.expanduser(found[1])):  # noqa: PTH110, PTH111 (no error for any text)
         # Not expanded here: the same file would mean another place on another
         # machine, or when the run resumes.
-        rule = f"contains {found[0]}, which is not expanded here"
+        rule = f"contains {found[2]}, which is not expanded here"
         raise _refused(path, rule, "write the path itself")
     if found := re.match(r"([A-Za-z][\w+.-]+):/(?!/)", path):
         slashes = "///" if found[1].lower() == "file" else "//"

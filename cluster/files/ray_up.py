@@ -51,8 +51,8 @@ class ClusterFile:
     """The configuration that Ray makes of the file's content, with defaults."""
     region: str | None = None
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shell commands by their field; Ray's defaults for fields that the
-    file leaves out.
+    """The shell commands by their field, each on one line where a backslash
+    continues it; Ray's defaults for fields that the file leaves out.
     """
 
     @property
@@ -171,9 +171,16 @@ def _commands(
         field: config[field][shared if field in _SETUP_FIELDS else 0 :]
         for field in _COMMAND_FIELDS
     }
+    commands = {**defaults, **written}
+    found = {field: commands[field] for field in _COMMAND_FIELDS}
+    for name, node_type in config["available_node_types"].items():
+        for key in ("initialization_commands", "worker_setup_commands"):
+            found[f"available_node_types.{name}.{key}"] = node_type.get(
+                key, ()
+            )
     return {
-        field: tuple(written.get(field, defaults[field]))
-        for field in _COMMAND_FIELDS
+        field: tuple(line.replace("\\\n", " ") for line in lines)
+        for field, lines in found.items()
     }
 
 

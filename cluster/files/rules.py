@@ -20,7 +20,7 @@ from cluster.files.ray_up import (
     ClusterFile,
     gpus_of,
 )
-from trainers.errors import MISSING, did_you_mean
+from trainers.errors import MISSING, SECRET_NAME, did_you_mean
 from trainers.versions import package_versions
 
 _WORLD = ("0.0.0.0/0", "::/0")
@@ -53,11 +53,18 @@ _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _ASSIGNMENT = re.compile(
     r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)"
 )
-# Keys of AWS, Google and other providers, and passwords in a URL. What these
-# patterns match is never shown.
+# Keys of AWS, Google and other providers, passwords in a URL, and variables that
+# are named as secrets and get a literal value: not a variable, a command, a path,
+# a URI, or the Key of `Key=...,Value=...`. What these patterns match is never shown.
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
-    r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
+    r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@|"
+    r"RAY_AUTH_TOKEN=[\\'\"]*[^\s$\\'\"]|"
+    rf"(?i:{SECRET_NAME})=(?:\\?['\"])?(?![$`~/\\]|\w{{1,20}}://|[^\s'\"]{{0,99}},\w{{0,99}}Value=)[^\s;&|'\"]{{8}}"
+)
+# Ray's own images: the tag begins with the version, or it names a build that moves.
+_RAY_IMAGE = re.compile(
+    r"\brayproject/ray(?:-ml|-llm)?(?![\w@-])(?::(\d+\.[\w.]+))?"
 )
 _OWN_DISK = re.compile(
     r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$\{?HOME\}?)(?:/|$)"
@@ -242,15 +249,16 @@ def _resource(
 
 
 def _versions(cluster: ClusterFile) -> Iterator[Finding]:
-    commands = dict(cluster.commands)
-    for name, node_type in cluster.config["available_node_types"].items():
-        for key in ("initialization_commands", "worker_setup_commands"):
-            own = tuple(node_type.get(key, ()))
-            commands[f"available_node_types.{name}.{key}"] = own
-    for field, lines in commands.items():
+    packages = set()
+    for field, lines in cluster.commands.items():
         for arguments in pip_arguments("\n".join(lines)):
             for package, version in installs(arguments):
+                packages.add(package)
                 yield from _version_finding(field, package, version)
+    for version in dict.fromkeys(_RAY_IMAGE.findall(str(cluster.written))):
+        # What a command installs takes the place of the image's.
+        if not version or "ray" not in packages:
+            yield from _version_finding("docker", "ray", version)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
@@ -359,14 +367,6 @@ def _environment_findings(
                 "must turn on token authentication, or anyone who reaches a port can run code",
                 "set RAY_AUTH_MODE=token where Ray starts",
             )
-        token = environment.get("RAY_AUTH_TOKEN", "$")
-        if not token.startswith("$"):
-            yield error(
-                field,
-                MISSING,
-                "must not hold RAY_AUTH_TOKEN, which is a secret",
-                "put the token in a file (`ray get-auth-token --generate` makes one), or take it from a secret store",
-            )
         own = environment.get("PACELINE_STORAGE")
         if not own:
             yield warning(
@@ -392,13 +392,14 @@ def _environment_findings(
 
 
 def _keys(written: object) -> Iterator[Finding]:
-    """Find a long-lived cloud key or a password in the content of a file."""
+    """Find a long-lived key, a token or a password in the content of a file."""
     if _KEYS.search(str(written)):
         yield error(
             "the file",
             MISSING,
-            "must hold no cloud key or password, since it is copied to every node",
-            "remove the key or password, and give the nodes a role (instance profile, service account, managed identity)",
+            "must hold no key, token or password, since it is copied to every node",
+            "give the nodes a role (instance profile, service account, managed identity), or let them read the secret "
+            "from a file of `file_mounts` or a secret store",
         )
 
 
@@ -410,7 +411,7 @@ def _version_finding(
     `version` is "" if it is not pinned.
     """
     right = expected_versions().get(package)
-    fix = f"write {package}=={right}"
+    fix = f"take {package} {right}"
     if not version:
         yield warning(
             field,

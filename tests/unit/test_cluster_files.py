@@ -67,6 +67,18 @@ def unpinned(old, new):
     return change
 
 
+def in_docker(image, *options):
+    return put(
+        "docker",
+        {"image": image, "container_name": "r", "run_options": [*options]},
+    )
+
+
+def with_the_images_ray(change):
+    """Without the command that installs Ray."""
+    return lambda tree: [drop("setup_commands.3")(tree), change(tree)]
+
+
 def everywhere(old, new):
     return lambda tree: [
         replace(field, old, new)(tree) for field in (HEAD, WORKER)
@@ -96,7 +108,25 @@ FOUND = {
         "aws",
         replace(HEAD, "export RAY_AUTH", "RAY_AUTH_TOKEN=a export RAY_AUTH"),
         "error",
-        HEAD,
+        "the file",
+    ),
+    "key_of_another_service": (
+        "gcp",
+        replace(WORKER, "export ", "export W_KEY='01234567' "),
+        "error",
+        "the file",
+    ),
+    "token_after_a_quote_and_a_line": (
+        "aws",
+        put("worker_setup_commands", ["echo \"\"\nX=$X hf_token='hf_abcde'"]),
+        "error",
+        "the file",
+    ),
+    "token_for_docker": (
+        "aws",
+        in_docker("me/own:1", "-eRAY_AUTH_TOKEN=a", "-p 8265:8265"),
+        "error",
+        "the file",
     ),
     "token_stays_at_home": (
         "aws",
@@ -141,10 +171,22 @@ FOUND = {
         "warning",
         "setup_commands",
     ),
+    "ray_older_in_an_image": (
+        "aws",
+        with_the_images_ray(in_docker("rayproject/ray:2.9.0-py310-gpu")),
+        "error",
+        "docker",
+    ),
+    "image_not_pinned": (
+        "aws",
+        put(f"{SPOT}.docker", {"worker_image": "rayproject/ray-ml:latest"}),
+        "warning",
+        "docker",
+    ),
     "ray_older_in_a_type": at(
         "aws",
         f"{SPOT}.worker_setup_commands",
-        ["pip install ray==2.1.0"],
+        ["pip install \\\n  ray==2.1.0"],
         "error",
     ),
     "more_gpus": at("azure", f"{SPOT}.resources.GPU", 4, "error"),
@@ -247,6 +289,21 @@ IN_ORDER = {
     "detected": put(f"{SPOT}.resources", {}),
     "localhost": replace(HEAD, "host=127.0.0.1", "host=localhost"),
     "ssh_for_everybody": opened(22, "0.0.0.0/0"),
+    "image_with_another_ray_below": in_docker("rayproject/ray:2.9.0"),
+    "image_of_the_same_ray": with_the_images_ray(
+        in_docker("rayproject/ray:2.60.0-py312-gpu")
+    ),
+    "image_by_its_digest": in_docker("rayproject/ray@sha256:0123"),
+    "no_secrets": put(
+        "worker_setup_commands",
+        [
+            "A_KEY=\nB_TOKEN=\"$(cat '/token/of b')\" C_KEY=~/.ssh/c.pem",
+            "gpgkey=https://x.org/key create-tags Key=Environment,Value=x",
+        ],
+    ),
+    "host_after_a_backslash": replace(
+        HEAD, "host=127.0.0.1", "host \\\n127.0.0.1"
+    ),
 }
 
 

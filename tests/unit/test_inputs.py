@@ -18,6 +18,7 @@ from trainers.config.model import build
 from trainers.config.yaml import (
     LONGEST,
     MOST_VALUES,
+    dump_yaml,
     parse_documents,
     parse_mapping,
     parse_yaml,
@@ -118,9 +119,14 @@ def test_a_byte_order_mark_and_aliases_are_fine():
         "a": [1, {"b": 2}],
         "c": [[1, {"b": 2}]] * 2,
     }
-    assert parse_documents("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "f") == [
-        {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
-    ]
+    merging = "a: &a {x: 1, y: 2}\nb: {x: 3, <<: *a}"
+    tree = parse_yaml(merging, "f")
+    assert tree == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    assert parse_documents(merging, "f") == [tree]
+    for text in ({"<<": {"x": 1}}, {"x": "<<", "y": ["<<"]}):
+        assert parse_yaml(dump_yaml(text), "f") == text
+    with pytest.raises(ConfigError, match="repeats the key `x`"):
+        parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 3, x: 4}", "f")
     merged = "b: &b {x: 1}\ndeep: {deeper: &d {<<: *b, x: 2}}\nc: {<<: *d, x: 3}\ne: {<<: [*d, *b]}"
     assert parse_documents(merged, "f")[0]["c"] == {"x": 3}
 

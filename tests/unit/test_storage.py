@@ -146,7 +146,14 @@ def test_no_part_of_a_uri_is_dropped(uri):
 
 
 @pytest.mark.parametrize(
-    "path", ["${HOME}/x", "/a/$USER/runs", "s3://$BUCKET/runs", "s3:/bucket/x"]
+    "path",
+    [
+        "${HOME}/x",
+        "/a/$USER/runs",
+        "$A/" + "x" * 300 + "$B",
+        "s3://$BUCKET/runs",
+        "s3:/bucket/x",
+    ],
 )
 def test_what_only_a_shell_reads_is_refused(path):
     with pytest.raises(ConfigError):
@@ -205,6 +212,9 @@ def test_where_runs_go(no_environment, monkeypatch):
     assert storage_uri(None) == f"{here}/results"
     assert storage_uri("runs") == f"{here}/runs"
     assert storage_uri("../runs") == f"{here.parent}/runs"
+    (here / "a$b").mkdir()
+    assert storage_uri("a$b/runs") == f"{here}/a$b/runs"
+    assert storage_uri(f"file://{here}/a$b/x") == f"file://{here}/a$b/x"
     assert storage_uri("/data/runs") == "/data/runs"
     assert storage_uri("~/runs") == str(Path.home() / "runs")
     assert storage_uri("s3://bucket/runs") == "s3://bucket/runs"

@@ -23,8 +23,9 @@ DEEPEST = 64
 """The most levels of nested mappings and lists, aliases included."""
 _YAML = "tag:yaml.org,2002:"
 
-# https://yaml.org/spec/1.2.2/#103-core-schema
-_CORE_SCHEMA = {
+# https://yaml.org/spec/1.2.2/#103-core-schema, and the merge key of YAML 1.1
+_SCHEMA = {
+    "merge": "<<",
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
@@ -64,7 +65,7 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
 
 
 class _Loader1_2(_Loader1_1):  # noqa: N801
-    """PyYAML's safe loader with limits, and with the YAML 1.2 core schema."""
+    """PyYAML's safe loader with limits, the YAML 1.2 core schema, and merge keys."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML copies it)
 
@@ -94,7 +95,7 @@ def _place(mark: Any) -> str:
     )
 
 
-for _kind, _pattern in _CORE_SCHEMA.items():
+for _kind, _pattern in _SCHEMA.items():
     _written = re.compile(rf"^(?:{_pattern})$")
     _Loader1_2.add_implicit_resolver(f"{_YAML}{_kind}", _written, None)
 _SAFE = yaml.SafeLoader.yaml_constructors
@@ -111,6 +112,8 @@ _Loader1_1.yaml_constructors = {
         for _kind in ("int", "timestamp")
     },
 }
+# `<<` is text unless it is a key.
+_Loader1_2.add_constructor(f"{_YAML}merge", _SAFE[f"{_YAML}str"])
 
 
 class _Dumper(yaml.SafeDumper):
@@ -270,9 +273,9 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
 def is_plain_text(text: str) -> bool:
     """Return whether YAML 1.2 reads this as text even without quotes.
 
-    It reads `1`, `true`, `~` and the empty text as other values.
+    It reads `1`, `true`, `~`, `<<` and the empty text in other ways.
     """
-    patterns = _CORE_SCHEMA.values()
+    patterns = _SCHEMA.values()
     return not any(re.fullmatch(pattern, text) for pattern in patterns)
 
 
