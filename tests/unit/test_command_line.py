@@ -29,7 +29,7 @@ COMMANDS = [
     (
         "trainers",
         ["predict"],
-        ["run", "--out=x.safetensors"],
+        ["run", "--out=x.parquet"],
         "--checkpont",
         "--checkpoint",
         "--out",
