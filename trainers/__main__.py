@@ -44,6 +44,15 @@ _Split = Annotated[
 ]
 
 
+def _out(ending: str) -> Any:
+    return Field(
+        title=f"FILE{ending}",
+        description="a file or URI to write",
+        pattern=rf"\{ending}$",
+        json_schema_extra={"rule": f"must end in {ending}"},
+    )
+
+
 def train(
     location: Annotated[
         str,
@@ -91,9 +100,7 @@ def predict(
     overrides: Tree,
     output: Output,
     *,
-    out: Annotated[
-        str, Field(title="FILE.parquet", description="a file or URI to write")
-    ],
+    out: Annotated[str, _out(".parquet")],
     split: _Split = "val",
     checkpoint: _Name = "newest",
 ) -> int:
@@ -107,15 +114,7 @@ def predict(
 def export(
     run: _Run,
     *,
-    out: Annotated[
-        str,
-        Field(
-            title="FILE.safetensors",
-            description="a file or URI to write",
-            pattern=r"\.safetensors$",
-            json_schema_extra={"rule": "must end in .safetensors"},
-        ),
-    ],
+    out: Annotated[str, _out(".safetensors")],
     checkpoint: _Name = "newest",
 ) -> int:
     """Write the weights of a checkpoint, for use without Paceline."""

@@ -82,7 +82,7 @@ from trainers.step.evaluation import evaluate, too_large
 from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.storage import Storage, storage_uri
-from trainers.task import Task, task_feed
+from trainers.task import Task, load_split, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -573,12 +573,17 @@ class TrainedRun(RunResult):
     def model(self, checkpoint: str = "newest") -> nn.Module:
         """Return the trained model in evaluation mode, on this process's device.
 
-        `checkpoint` is newest, best or step-N. Raises ConfigError if there is
-        none.
+        Reads split "val" first. `checkpoint` is newest, best or step-N. Raises
+        ConfigError if there is none.
         """
         spec = asdict(run_spec(self.uri, {}, None))
         job = Inference(**spec, split="val", which=checkpoint, out=None)
         device = resolve_device(job.config.device)
         precision = resolve_precision(job.config.precision, device)
         group = Group(0, 1, device)
-        return load_trained(job.load_task(), group, precision, job)[2]
+        task = job.load_task()
+        with drawn_alike(device):
+            task.setup()
+        # The model may need what dataset() finds; a stream is not counted.
+        load_split(task, "val", True, device)
+        return load_trained(task, group, precision, job)[2]

@@ -64,7 +64,7 @@ class Task:
         the same in both splits: draw them from a generator that is seeded by
         `split`.
         """
-        if type(self).stream is Task.stream:
+        if not overrides(self, "stream"):
             raise _missing(self, "dataset")
         return None
 
@@ -237,13 +237,19 @@ class Task:
         """Restore what `state_dict` returned."""
 
 
+def overrides(task: Task, name: str) -> bool:
+    """Return whether a task has its own `name`: a method of its class, or an attribute."""
+    own = getattr(task, name)
+    return getattr(own, "__func__", None) is not getattr(Task, name)
+
+
 def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     """Return the weight of a batch made of `samples` samples.
 
     Unless the task defines weight(), that is `samples`: not every batch shows
     how many samples it has (packed sequences, graphs, lists of images).
     """
-    if type(task).weight is Task.weight:
+    if not overrides(task, "weight"):
         return torch.tensor(float(samples))
     given = task.weight(batch)
     weight = torch.empty(0) if given is None else torch.as_tensor(given)
@@ -342,14 +348,8 @@ def task_feed(
 
     `sharers` is as in Feed.
     """
-    transform = (
-        None if type(task).transform is Task.transform else task.transform
-    )
-    collate = (
-        default_collate
-        if getattr(task.collate, "__func__", None) is Task.collate
-        else task.collate
-    )
+    transform = task.transform if overrides(task, "transform") else None
+    collate = task.collate if overrides(task, "collate") else default_collate
     return Feed(
         dataset, collate, transform, config, device, sharers=sharers, seed=seed
     )

@@ -31,7 +31,7 @@ COMMANDS = [
     (
         "trainers",
         ["predict"],
-        ["run", "--out=x.safetensors"],
+        ["run", "--out=x.parquet"],
         "--checkpont",
         "--checkpoint",
         "--out",

@@ -30,6 +30,10 @@ class Needs(Task):
     def __init__(self, width):
         self.width = width
 
+class Sets(Task):
+    def __init__(self, attribute):
+        setattr(self, attribute, len)
+
 class NoTask:
     pass
 
@@ -138,6 +142,15 @@ def test_task_args_must_fit_the_signature(tmp_path, name, cls, args, words):
     text = wrong(tmp_path, name, cls, **args)
     assert "`task_args: " in text
     assert words in text
+
+
+def test_an_attribute_must_be_callable_as_the_method_that_it_hides(
+    tmp_path, name
+):
+    text = wrong(tmp_path, name, "Sets", attribute="transform")
+    assert "self.transform" in text
+    assert "(batch, training)" in text
+    assert load_task(f"{name}:Sets", {"attribute": "collate"}, "test")
 
 
 @pytest.mark.parametrize(

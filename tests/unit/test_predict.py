@@ -357,15 +357,20 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path):
 def test_only_a_regular_file_is_replaced(tmp_path, capsys):
     """The writer renames: as root, it would replace /dev/null."""
     spec = train(tmp_path)
-    pipe = tmp_path / "pipe"
+    pipe = tmp_path / "pipe.parquet"
     os.mkfifo(pipe)
-    link = tmp_path / "link"
+    link = tmp_path / "link.parquet"
     link.symlink_to(pipe)
-    for out in (pipe, link, tmp_path):
+    folder = tmp_path / "folder.parquet"
+    folder.mkdir()
+    mark = Path(spec.uri, "config.yaml")
+    before = mark.read_text()
+    for out in (pipe, link, folder, mark):
         assert main(["predict", spec.uri, "--out", str(out)]) == 2
-        assert "--out" in capsys.readouterr().err
+        assert f'"{out}"' in capsys.readouterr().err
     assert pipe.is_fifo()
     assert link.is_symlink()
-    long = tmp_path / ("x" * 300)
+    assert mark.read_text() == before
+    long = tmp_path / ("x" * 300 + ".parquet")
     assert main(["predict", spec.uri, "--out", str(long)]) == 1
     assert "Traceback" not in capsys.readouterr().err

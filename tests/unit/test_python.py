@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 import tune
 from tests.tasks import Blobs
@@ -89,6 +90,23 @@ def test_a_class_trains_and_its_run_can_be_used(capsys):
     with pytest.raises(ConfigError, match=r"`optimizer: .*` differs from"):
         train(RUN)
     assert train(RUN, fresh=True, epochs=1).steps == run.steps
+
+
+class Found(Blobs):
+    """Knows its inputs from its data."""
+
+    def dataset(self, split):
+        found = super().dataset(split)
+        self.width = found.tensors[0].shape[1]
+        return found
+
+    def model(self):
+        return nn.Linear(self.width, 4)
+
+
+def test_a_trained_model_may_need_what_dataset_finds():
+    model = train(RUN, task=Found, epochs=1).model()
+    assert model(torch.ones(5, 12)).shape == (5, 4)
 
 
 def test_a_file_is_read_as_the_command_reads_it(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Subset, TensorDataset
 
@@ -277,7 +277,11 @@ class Made(Tiny):
             return [AdamW(model.parameters())], []
         if self.way == "elsewhere":
             return AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
+        if self.way == "closure":
+            return LBFGS(model.parameters())
         self.given = super().optimizer(model, config)
+        if self.way == "no number":
+            self.given.param_groups[0]["lr"] = None
         return self.given
 
     def after_step(self, model, step):
@@ -304,6 +308,8 @@ def _add_parameter(model, inputs):
         ("two", {}, "Made.model()"),
         ("with its scheduler", {}, "Made.optimizer()"),
         ("elsewhere", {}, "Made.optimizer()"),
+        ("closure", {}, "Made.optimizer()"),
+        ("no number", {}, "Made.optimizer()"),
         (
             "given later",
             {"checkpoint": {"every_steps": 2}},

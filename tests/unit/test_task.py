@@ -15,7 +15,7 @@ from trainers.data.batch import fetch, map_tensors, num_samples, tensors_of
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage
-from trainers.task import Task
+from trainers.task import Task, overrides
 
 
 class Pair(NamedTuple):
@@ -190,7 +190,7 @@ class Downloaded(Task):
         return outputs.square().mean()
 
 
-def test_setup_comes_before_the_data(tmp_path):
+def fitted(task, tmp_path):
     given = {
         "task": "task:Downloaded",
         "epochs": 1,
@@ -198,9 +198,25 @@ def test_setup_comes_before_the_data(tmp_path):
         "device": "cpu",
         "optimizer": {"name": "sgd", "lr": 0.1},
     }
-    result = fit(
-        Downloaded(tmp_path / "data.pt"),
+    return fit(
+        task,
         build(TrainConfig, given, "test"),
         LocalContext(Storage(str(tmp_path / "run")), "local"),
     )
-    assert result.steps == 2
+
+
+def test_setup_comes_before_the_data(tmp_path):
+    assert fitted(Downloaded(tmp_path / "data.pt"), tmp_path).steps == 2
+
+
+def test_an_attribute_takes_a_methods_place(tmp_path):
+    called = []
+    task = Downloaded(tmp_path / "data.pt")
+    task.model = lambda: nn.Linear(1, 1)
+    task.transform = lambda batch, training: [batch[0][:, :1]]
+    task.schedule = lambda optimizer, config: called.append("schedule")
+    task.after_step = lambda model, step: called.append(step)
+    fitted(task, tmp_path)
+    assert called == ["schedule", 1, 2]
+    for name in {name for name in vars(Task) if name[0] != "_"}:
+        assert not overrides(Task(), name)

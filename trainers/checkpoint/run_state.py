@@ -52,7 +52,7 @@ from trainers.model.state import (
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.train_step import Replica
 from trainers.storage import Storage
-from trainers.task import Task
+from trainers.task import Task, overrides
 
 logger = logging.getLogger(__name__)
 
@@ -244,10 +244,7 @@ class Keeper:
 
         Empty if the task has its own state_dict(), which may contain them.
         """
-        if (
-            self.parts.group.rank != 0
-            or type(self.task).state_dict is not Task.state_dict
-        ):
+        if self.parts.group.rank != 0 or overrides(self.task, "state_dict"):
             return {}
         return sums_of(
             left_beside(self.task, self.parts.model, self.parts.beside)

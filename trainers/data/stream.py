@@ -182,19 +182,21 @@ class StreamReader:
             self.beat()
             if self.records and self.row:
                 self._record()
+        is_new = False
         while (sample := self.advance()) is END:
-            if not self._in_pass:
-                rule = "gives no sample"
-                fix = "check what it reads, or, if it was iterated before, return an object whose `__iter__` starts over"
-                if self.row:
-                    rule = f"ended after {self.row} samples, and gives none when iterated again"
-                    fix = "return an object whose `__iter__` starts over, or lower `max_steps`"
+            if is_new:
+                rule = f"ended after {self.row} samples, and gives none when made again"
+                fix = "check its source; return a new object in each call"
                 raise ConfigError(self._name, MISSING, rule, fix)
-            if self._loaded and not hasattr(self.source, "set_epoch"):
+            if not self._in_pass:  # such as a generator, after its only pass
+                self.source = self._make()
+                is_new = True
+            elif self._loaded and not hasattr(self.source, "set_epoch"):
                 self._recount()
                 continue
-            self.passes += 1
-            self._in_pass = 0
+            else:
+                self.passes += 1
+                self._in_pass = 0
             self._samples = None
         if self.row % _MARK_EVERY == 1:
             self._trail = digest([self._trail, sample])
@@ -436,7 +438,8 @@ class Stream(Dataset[Any]):
     and dropped.
 
     `make` returns the user's iterable. It is called once in each process that
-    reads, and again for a proof and to load a state. If the iterable has
+    reads, and again for a proof, to load a state, and if the iterable gives
+    nothing in its next pass, as a generator does. If the iterable has
     `set_epoch`, that is called with the number of each pass; `iter_rows` (Ray
     Data) is preferred to `__iter__`. `load_state_dict` must apply to the next
     iteration only.
@@ -444,7 +447,7 @@ class Stream(Dataset[Any]):
     Samples read before `begin` stay in memory, so that throw-away passes may
     read them repeatedly. Read them before the first throw-away pass, because
     such a pass restores the user's objects. Raises ConfigError for a stream
-    that gives no sample, or none when iterated again; errors of the stream
+    that gives no sample, or none when made again; errors of the stream
     itself get a note with its name and the row.
     """
 

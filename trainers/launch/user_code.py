@@ -121,6 +121,17 @@ def load_task(task: str, task_args: Tree, source: str) -> Task:
     _check_call("task_args", task_args, cls, source, **task_args)
     with drawn_alike():
         made: Task = cls(**task_args)
+    for name in vars(made).keys() & vars(Task).keys():
+        _, *arguments = inspect.signature(vars(Task)[name]).parameters
+        try:
+            inspect.signature(vars(made)[name]).bind(*arguments)
+        except TypeError as error:
+            rule = f"sets self.{name}, which takes the place of {name}({', '.join(arguments)}) and cannot be called so ({error})"
+            raise ConfigError(
+                "task", task, rule, "rename the attribute", source
+            ) from error
+        except ValueError:  # a built-in function does not tell its signature
+            pass
     return made
 
 

@@ -78,7 +78,7 @@ from trainers.step.train_step import (
     is_phased,
     make_phases,
 )
-from trainers.task import Task, task_feed
+from trainers.task import Task, overrides, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def _refuse_with_phases(
         raise ConfigError(
             "cuda_graphs", True, rule, "set `cuda_graphs: false`"
         )
-    if evaluates and type(task).loss is Task.loss:
+    if evaluates and not overrides(task, "loss"):
         raise ConfigError(
             "task",
             config.task,
@@ -403,7 +403,7 @@ def _make_schedule(
     evaluates: bool,
 ) -> Schedule | None:
     """Make the task's scheduler; None if the configuration sets the learning rate."""
-    if type(task).schedule is Task.schedule:
+    if not overrides(task, "schedule"):
         return None
     stand_in = StandIn(optimizer)
     given = task.schedule(stand_in, config)

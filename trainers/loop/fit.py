@@ -60,7 +60,7 @@ from trainers.model.strategy import unused_parameters
 from trainers.step.ceiling import next_smaller
 from trainers.step.evaluation import batch_seed
 from trainers.step.train_step import PhasedStep
-from trainers.task import Task
+from trainers.task import Task, overrides
 from trainers.versions import environment
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,7 @@ class Training:
         self.parts = attempt.parts
         self.config = attempt.config
         self.inspection = inspection
-        self.acts_after_step = (
-            type(attempt.task).after_step is not Task.after_step
-        )
+        self.acts_after_step = overrides(attempt.task, "after_step")
         self.batch_size: int | None = None
         """Batch size of the last step, if there is a batch schedule."""
         self.lr_scale = 1.0

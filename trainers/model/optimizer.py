@@ -4,6 +4,7 @@ Several optimizers, each with its own parameters, are joined into one.
 """
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -151,19 +152,17 @@ def join(
 ) -> Optimizer:
     """Combine the optimizers that the class `task` returned into one.
 
-    Raises ConfigError if a value is not an optimizer, or if two share a
-    parameter.
+    Raises ConfigError if a value is not an optimizer that the loop can step,
+    or if two share a parameter.
     """
     field = f"{task}.optimizer()"
     parts = given if isinstance(given, Mapping) else {ONLY: given}
-    if not parts or not all(
-        hasattr(part, "param_groups") for part in parts.values()
-    ):
+    if not parts or not all(map(_is_usable, parts.values())):
         raise ConfigError(
             field,
             type(given).__name__,
-            "must be an optimizer, or a dict of them by name",
-            "return only optimizers here, and a scheduler, if there is one, from the task's schedule()",
+            "must be an optimizer, or a dict of them by name, with a step() that needs no closure and a finite number as each group's `lr`",
+            "return only such optimizers here, and a scheduler, if there is one, from the task's schedule()",
         )
     if not isinstance(given, Mapping):
         return given
@@ -180,6 +179,13 @@ def join(
                     "give each its own parameters",
                 )
     return JoinedOptimizer(parts)
+
+
+def _is_usable(part: Any) -> bool:
+    with contextlib.suppress(Exception):
+        inspect.signature(part.step).bind()
+        return all(math.isfinite(group["lr"]) for group in part.param_groups)
+    return False
 
 
 def lr_scale(scaling: ScalingRule, size: int) -> float:

@@ -48,7 +48,7 @@ from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import throwaway
 from trainers.step.train_step import TrainStep
-from trainers.task import Task
+from trainers.task import overrides
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +342,7 @@ class GraphedStep(TrainStep):
         If this changes often and capture was not asked for, gives the graph up.
         """
         task = self.forward.task
-        acts = type(task).after_step is not Task.after_step
+        acts = overrides(task, "after_step")
         if graph.changes is None or (graph.replays % LOOK_EVERY and not acts):
             return False
         name = graph.changes.first(for_step=True)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainers.model.activations import activations_kept
 from trainers.step.forward import ForwardPass
-from trainers.task import Task
+from trainers.task import overrides
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def count_flops(
     recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
     if forward.device.type == "cuda" and recurrent:
         return None  # torch's counter does not know cuDNN's recurrent layers
-    if type(task).worst_case_batch is Task.worst_case_batch:
+    if not overrides(task, "worst_case_batch"):
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _AllModules()  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def count_flops(
             error,
         )
         return None
-    if phases and type(task).phases is not Task.phases:
+    if phases and overrides(task, "phases"):
         return None
     return counter.get_total_flops() / len(microbatch) or None
 

@@ -48,7 +48,7 @@ from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import throwaway
 from trainers.step.train_step import PhasePass
-from trainers.task import Task, weight_of
+from trainers.task import overrides, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -381,11 +381,7 @@ def check_loss(
         f"is not a mean over weight(): it is {loss:.4f} for {size} samples at once, and {mean:.4f} as the mean of two halves "
         f"(gradients differ by {share:.0%}), so {follows}"
     )
-    if (
-        pieces == 1
-        or is_random
-        or type(forward.task).weight is not Task.weight
-    ):
+    if pieces == 1 or is_random or overrides(forward.task, "weight"):
         return f"{forward.said} {rule}; {fix}"
     known = "if each piece is meant to have its own loss, let weight() return the number of samples"
     return ConfigError(forward.said, MISSING, rule, f"{fix}; {known}")

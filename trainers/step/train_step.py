@@ -48,7 +48,7 @@ from trainers.model.strategy import (
 )
 from trainers.step.ceiling import Ceiling
 from trainers.step.forward import ForwardPass, bare_of
-from trainers.task import Task, weight_of
+from trainers.task import Task, overrides, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class TrainStep:
         overwrite them, as CUDA graphs do.
         """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
-        self._weighs_samples = type(forward.task).weight is Task.weight
+        self._weighs_samples = not overrides(forward.task, "weight")
         self._parameters = parameters_of(optimizer)
         groups = optimizer.param_groups
         self._base_lrs = [float(param_group["lr"]) for param_group in groups]
@@ -581,10 +581,7 @@ def is_phased(task: Task) -> bool:
 
     If not, one backward pass of its loss serves all of its optimizers.
     """
-    return any(
-        getattr(type(task), name) is not getattr(Task, name)
-        for name in ("training_step", "phases")
-    )
+    return overrides(task, "training_step") or overrides(task, "phases")
 
 
 @dataclass(frozen=True)
