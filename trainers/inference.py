@@ -573,8 +573,9 @@ class TrainedRun(RunResult):
     def model(self, checkpoint: str = "newest") -> nn.Module:
         """Return the trained model in evaluation mode, on this process's device.
 
-        Reads split "val" first. `checkpoint` is newest, best or step-N. Raises
-        ConfigError if there is none.
+        Reads split "val" only if the task's model() fails without it.
+        `checkpoint` is newest, best or step-N. Raises ConfigError if there is
+        none.
         """
         spec = asdict(run_spec(self.uri, {}, None))
         job = Inference(**spec, split="val", which=checkpoint, out=None)
@@ -584,6 +585,9 @@ class TrainedRun(RunResult):
         task = job.load_task()
         with drawn_alike(device):
             task.setup()
-        # The model may need what dataset() finds; a stream is not counted.
-        load_split(task, "val", True, device)
-        return load_trained(task, group, precision, job)[2]
+        try:
+            return load_trained(task, group, precision, job)[2]
+        except (AttributeError, TypeError):
+            # The model needs what dataset() finds; a stream is not counted.
+            load_split(task, "val", True, device)
+            return load_trained(task, group, precision, job)[2]
