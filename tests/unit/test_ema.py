@@ -2,8 +2,12 @@
 training and resume go on as without.
 """
 
+import copy
+
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.unit.test_loop import (
@@ -18,6 +22,7 @@ from tests.unit.test_loop import (
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
 from trainers.loop.fit import fit
+from trainers.model.moving_average import MovingAverage
 
 STEPS = 3 * PER_EPOCH
 ALL = {"every_steps": 1, "keep": 99}
@@ -136,3 +141,27 @@ def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(
             load(path, **changes)
     with pytest.raises(CheckpointError, match=r"this run has .*0\.99"):
         load(tmp_path, ema={"decay": 0.99})
+
+
+def test_a_buffer_that_a_forward_pass_assigns_is_averaged_and_comes_back():
+    def make(mean):
+        norm = nn.BatchNorm1d(1)
+        ema = MovingAverage(norm, SGD(norm.parameters()), 0.5)
+        norm.running_mean = torch.tensor(mean)
+        return norm, ema
+
+    norm, ema = make([1.0])
+    ema.update()
+    with ema.in_place():
+        weights, state = copy.deepcopy((norm.state_dict(), ema.state_dict()))
+    assert (weights["running_mean"], norm.running_mean) == (0.5, 1)
+    again, other = make([7.0])
+    again.load_state_dict(weights)
+    other.check(state)
+    other.load_state_dict(state)
+    assert again.running_mean == 1
+    again.running_mean = torch.tensor([3.0, 4.0])
+    other.update()
+    with other.in_place():
+        assert again.running_mean.tolist() == [3, 4], "it begins anew"
+        ema.check(other.state_dict())

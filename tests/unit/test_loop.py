@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 from torch.utils.data import IterableDataset, TensorDataset
 
 from tests.specs import kept_result
@@ -211,6 +212,28 @@ def test_a_power_cut_at_any_step_changes_nothing(at_step, unbroken, tmp_path):
     result = train(tmp_path)
     assert (result.status, result.steps) == ("done", 3 * PER_EPOCH)
     assert_same_run(tmp_path, unbroken)
+
+
+class Centred(Tiny):
+    """Trains a module beside the model that assigns its buffer in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.PReLU()
+        self.head.register_buffer("centre", torch.zeros(1))
+
+    def optimizer(self, model, config):
+        return AdamW([*model.parameters(), *self.head.parameters()], 0.05)
+
+    def loss(self, outputs, batch):
+        if outputs.requires_grad:
+            mean = outputs.detach().mean(0)
+            self.head.centre = 0.9 * self.head.centre + mean
+        return super().loss(self.head(outputs - self.head.centre), batch)
+
+
+def test_a_buffer_beside_the_model_that_is_assigned_comes_back(tmp_path):
+    check_resume(tmp_path, Centred, 3, epochs=1)
 
 
 def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(

@@ -22,6 +22,7 @@ from tests.unit.test_loop import (
     Power,
     Tiny,
     assert_same_run,
+    check_resume,
     config,
     train,
 )
@@ -134,6 +135,26 @@ def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(
         rest = [index for batch in again.trained for index in batch]
         assert rest == every[-len(rest) :]
         assert 0 < len(rest) < len(every)
+
+
+class Curriculum(Sampled):
+    """Each evaluation makes the next epoch's samples others."""
+
+    def __init__(self):
+        super().__init__(
+            By(lambda: torch.randperm(SAMPLES - self.seen)[:10].tolist())
+        )
+
+    def on_evaluate(self, metrics, step):
+        self.seen += 1
+
+
+def test_a_curriculum_goes_on(tmp_path, caplog):
+    check_resume(tmp_path / "epochs", Curriculum, 4)
+    assert "left out" not in caplog.text
+    changes = {"max_steps": 6, "evaluate": {"every_steps": 1}}
+    check_resume(tmp_path / "steps", Curriculum, 5, **changes)
+    assert "000005 is left out: it has another order" in caplog.text
 
 
 class Growing(Epochs):

@@ -3,7 +3,7 @@ that are no mean, taken names, NaN.
 """
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 
 import numpy as np
@@ -563,14 +563,24 @@ class Holding(Tiny):
         made = AdamW(model.parameters(), 0.01, weight_decay=np.float64(0.1))
         if self.holds == "kind":
             made.param_groups[0]["kind"] = nn.Linear
+        if self.holds == "recent":
+            made.register_step_post_hook(
+                lambda *_: made.state[model[0].weight].update(recent=deque())
+            )
         return made
+
+    def on_evaluate(self, metrics, step):
+        self.late = {np.int64(step): [np.float64(1.0)]}
+        if self.holds == "late":
+            self.late[step].append(np.zeros(2))
 
     def schedule(self, optimizer, config):
         return LambdaLR(optimizer, lambda step: np.cos(step / 100))
 
     def state_dict(self):
         counts = defaultdict(int) if self.holds == "counts" else {}
-        return {**super().state_dict(), "counts": counts}
+        late = getattr(self, "late", {})
+        return {**super().state_dict(), "counts": counts, "late": late}
 
 
 @pytest.mark.parametrize(
@@ -580,6 +590,8 @@ class Holding(Tiny):
         ("adjacency", r"0\.adjacency.*persistent=False"),
         ("kind", "AdamW"),
         ("counts", "Holding"),
+        ("recent", r"AdamW.*`state\.0\.recent` \(deque\)"),
+        ("late", r"`checkpoint` holds `task\.late\.15\.1` \(ndarray\)"),
     ],
 )
 def test_a_state_that_no_checkpoint_gives_back_is_refused(

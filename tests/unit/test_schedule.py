@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
+    LRScheduler,
     SequentialLR,
 )
 
@@ -138,6 +139,28 @@ def test_the_tasks_own(tmp_path):
     )
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [
         base * 0.5 ** (STEPS - 1) for base in (0.5, 0.05)
+    ]
+
+
+class Holding(LRScheduler):
+    """From its seventh step on it holds the rate that it has found there."""
+
+    def get_lr(self):
+        rates = [0.5**self.last_epoch]
+        if self.last_epoch >= 6 and not hasattr(self, "held"):
+            self.held = rates
+        return getattr(self, "held", rates)
+
+
+class Held(Tiny):
+    def schedule(self, optimizer, config):
+        return Holding(optimizer)
+
+
+def test_a_trial_of_a_scheduler_leaves_no_attribute(tmp_path):
+    check_resume(tmp_path, Held, 8, **OWN)
+    assert [lr for _, lr, _ in curve(tmp_path / "cut")] == [
+        0.5 ** min(step, 6) for step in range(STEPS)
     ]
 
 

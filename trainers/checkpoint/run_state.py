@@ -25,7 +25,7 @@ from trainers.checkpoint.validation import (
     State,
     check_dtypes,
     check_state,
-    plain_numbers,
+    loadable,
 )
 from trainers.config import TrainConfig
 from trainers.config.model import refuse_changes
@@ -202,7 +202,10 @@ class Keeper:
         return position
 
     def _state(self, position: State) -> State:
-        """Return the whole state, except random state."""
+        """Return the whole state, except random state.
+
+        Raises ConfigError if it could not be loaded again.
+        """
         parts = self.parts
         state = {
             "model": parts.model.state_dict(),
@@ -225,8 +228,8 @@ class Keeper:
         for name, part in self._optional():
             if part is not None:
                 state[name] = part.state_dict()
-        numbered: State = plain_numbers(state)
-        return numbered
+        plain: State = loadable(state, "checkpoint")
+        return plain
 
     def _optional(self) -> list[tuple[str, Any]]:
         """Return the parts of the state that not every run has, by name."""
@@ -247,7 +250,7 @@ class Keeper:
         if self.parts.group.rank != 0 or overrides(self.task, "state_dict"):
             return {}
         return sums_of(
-            left_beside(self.task, self.parts.model, self.parts.beside)
+            left_beside(self.task, self.parts.model, self.parts.names_beside)
         )
 
     def _warn_of_left(self) -> None:
@@ -279,8 +282,8 @@ class Keeper:
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that does not fit this run.
 
-        Raises ConfigError if its batch sizes, its number of samples or the
-        order of samples differ from this run's.
+        Raises ConfigError if its batch sizes or its number of samples differ
+        from this run's.
         """
         parts = self.parts
         config = self.config
@@ -297,23 +300,15 @@ class Keeper:
                 part.check(state[name])
         sampler = parts.sampler
         sizes = sampler.batches.sizes if config.changes_batch else []
-        order = ""
-        if position.order:
-            sampler.set_epoch(
-                sampler.batches.place(max(0, position.step - 1)).epoch
-            )
-            order = sampler.name()
         then = {
             "global_batch_size": position.global_batch_size,
             "train_samples": position.train_samples,
             "batch_schedule": str(position.batch_sizes),
-            "order of samples": position.order,
         }
         now = {
             "global_batch_size": config.batch_size,
             "train_samples": sampler.known_length,
             "batch_schedule": str(sizes),
-            "order of samples": order,
         }
         fix = "train under another `name`, or start over with --fresh"
         refuse_changes(then, now, f"checkpoint {loaded.name}", fix)
@@ -378,6 +373,15 @@ class Keeper:
         if parts.ema is not None:
             parts.ema.load_state_dict(read("ema"))
         self.task.load_state_dict(read("task", self.task.state_dict()))
+        # The task's sampler may depend on its state.
+        step = loaded.state["position"]["step"]
+        order = loaded.state["position"]["order"]
+        sampler = parts.sampler
+        sampler.set_epoch(sampler.batches.place(max(0, step - 1)).epoch)
+        if order and sampler.name(anew=True) != order:
+            raise CheckpointError(
+                "it has another order of samples: the task's sampler, or what it depends on, has changed since the epoch began"
+            )
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
 

@@ -707,7 +707,9 @@ class HostCopy:
                 return tensor
             return self._copy_tensor(tensor.detach(), path, used, seen)
 
-        copied: State = map_tree(copied_tensor, state, leaf=copy.deepcopy)
+        copied: State = map_tree(
+            copied_tensor, state, leaf=lambda value, _: copy.deepcopy(value)
+        )
         for device in {
             identity[0] for identity in seen if identity[0].type == "cuda"
         }:

@@ -5,6 +5,7 @@ what was written is a run's state.
 """
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainers.errors import CheckpointError
+from trainers.errors import MISSING, CheckpointError, ConfigError
+from trainers.model.sharding import is_shard
 from trainers.storage import validated
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, dict)
 State = dict[str, Any]
 """A state_dict, or a part of one."""
 Place = tuple[Any, ...]
@@ -135,7 +138,7 @@ def map_tree(
     function: Callable[[Tensor, Place], Any],
     tree: Any,
     path: Place = (),
-    leaf: Callable[[Any], Any] = lambda value: value,
+    leaf: Callable[[Any, Place], Any] = lambda value, _: value,
 ) -> Any:
     """Return the same nesting with each tensor replaced.
 
@@ -143,7 +146,8 @@ def map_tree(
         function: Takes a tensor and its place, and returns what replaces it.
         tree: Nested data.
         path: The place of `tree` in a larger nesting.
-        leaf: Takes any other value, and returns what replaces it.
+        leaf: Takes any other value (also a key, or an emptied dict) and its
+            place, and returns what replaces it.
     """
     if isinstance(tree, Tensor):
         return function(tree, path)
@@ -151,27 +155,55 @@ def map_tree(
         # A copy keeps attributes; one of a state_dict's attributes contains
         # the versions of modules.
         copied = copy.copy(tree)
+        copied.clear()
+        copied = leaf(copied, path)
         for key, value in tree.items():
-            copied[key] = map_tree(function, value, (*path, key), leaf)
+            place = (*path, key)
+            kept = map_tree(function, key, place, leaf)
+            copied[kept] = map_tree(function, value, place, leaf)
         return copied
     if type(tree) in (list, tuple):
         return type(tree)(
             map_tree(function, value, (*path, index), leaf)
             for index, value in enumerate(tree)
         )
-    return leaf(tree)
+    return leaf(tree, path)
 
 
-def plain_numbers(tree: Any) -> Any:
+def loadable(tree: Any, owner: str) -> Any:
     """Return the same nesting with Python's numbers in place of numpy's.
 
-    A checkpoint with numpy's numbers cannot be loaded.
+    Raises ConfigError for what could not be loaded from a checkpoint.
     """
 
-    def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, np.generic) else value
+    def plain(value: Any, path: Place) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if not _loads(value):
+            raise ConfigError(
+                owner,
+                MISSING,
+                f"holds `{'.'.join(map(str, path))}` ({type(value).__name__}), which is neither plain data nor a dense tensor, and could not be loaded safely",
+                "use numbers, text, lists, dicts and dense tensors, and register a buffer that model() computes anew with `persistent=False`",
+            )
+        return value
 
-    return map_tree(lambda tensor, _: tensor, tree, leaf=plain)
+    return map_tree(plain, tree, leaf=plain)
+
+
+def _loads(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return is_dense(value) or is_shard(value)
+    if type(value) in _PLAIN:
+        return True
+    data = io.BytesIO()
+    try:
+        torch.save(value, data)
+        data.seek(0)
+        torch.load(data, weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
 def check_dtypes(saved: State, now: State) -> None:

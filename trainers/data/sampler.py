@@ -191,11 +191,14 @@ class StepSampler(DistributedSampler[int]):
             self._permutation = (self.epoch, order)
         return self._permutation[1][start:stop]
 
-    def name(self) -> str:
+    def name(self, anew: bool = False) -> str:
         """Return the name of this epoch's order, which a checkpoint stores.
 
-        A resumed run must continue in the same order.
+        A resumed run must continue in the same order. With `anew`, the order
+        is drawn again: a sampler may depend on the task's state.
         """
+        if anew:
+            self._permutation = None
         if self.of_stream:
             return "stream"
         if self.drawn is not None:

@@ -139,7 +139,7 @@ class Checkpointing:
             "total_steps": parts.total_steps,
             "window": window,
             "reported": attempt.reported,
-            "order": sampler.name(),
+            "order": sampler.name(anew=attempt.ends_epoch),
             "samples": parts.samples,
             "held_back": parts.held_back,
             "stopping": attempt.stopping.state_dict(),

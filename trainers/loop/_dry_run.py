@@ -5,7 +5,6 @@ and throw-away passes examine the task, on every rank.
 """
 
 import contextlib
-import io
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
-from trainers.checkpoint.validation import is_dense, plain_numbers, tensors_in
+from trainers.checkpoint.validation import loadable
 from trainers.context import RunContext
 from trainers.data.sampler import StepSampler, check_apart
 from trainers.devices.group import Group
-from trainers.errors import MISSING, ConfigError, shorten
+from trainers.errors import ConfigError, shorten
 from trainers.loop.data import tell_samples
-from trainers.model.sharding import is_shard, is_sharded, whole
+from trainers.model.sharding import is_sharded
 from trainers.model.strategy import Replicated, no_sync
 from trainers.step.ceiling import Ceiling
 from trainers.step.evaluation import check_evaluation
@@ -40,47 +39,10 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 
-def check_states(trained: Trained, task: Task, group: Group) -> None:
+def check_states(trained: Trained, task: Task) -> None:
     """Raise ConfigError now, not after a crash, for state that no checkpoint restores."""
-    model = trained.forward.model
-    own = task.state_dict()
-    require_plain(
-        whole(own, group) if is_sharded(model) else own, type(task).__name__
-    )
-    groups = trained.optimizer.state_dict()["param_groups"]
-    require_plain({"param_groups": groups}, type(trained.optimizer).__name__)
-    state = model.state_dict()
-    owner = type(model).__name__
-    for path, tensor in tensors_in(state):
-        if not is_shard(tensor) and not is_dense(tensor):
-            raise ConfigError(
-                f"{owner}.state_dict()",
-                MISSING,
-                f"returns `{'.'.join(map(str, path))}`, which is sparse, quantized or of a tensor subclass, and cannot be saved",
-                "make it dense; or, if model() computes it anew each time, register it as a buffer with `persistent=False`",
-            )
-    others = {
-        key: value
-        for key, value in state.items()
-        if not isinstance(value, Tensor)
-    }
-    require_plain(others, owner)
-
-
-def require_plain(state: dict[str, Any], owner: str) -> None:
-    """Raise ConfigError for a state that could not be loaded from a checkpoint."""
-    data = io.BytesIO()
-    try:
-        torch.save(plain_numbers(state), data)
-        data.seek(0)
-        torch.load(data, weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            f"{owner}.state_dict()",
-            MISSING,
-            "returns objects other than tensors and plain data, which cannot be loaded safely",
-            "return only numbers, text, lists, dicts and tensors",
-        ) from error
+    for part in (task, trained.optimizer, trained.model):
+        loadable(part.state_dict(), f"{type(part).__name__}.state_dict()")
 
 
 def find_microbatch(

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from trainers.checkpoint.validation import loadable
 from trainers.config import TrainConfig
 from trainers.config.train import CAPTURING
 from trainers.context import RunContext
@@ -30,7 +32,6 @@ from trainers.loop._dry_run import (
     check_states,
     find_microbatch,
     look_first,
-    require_plain,
     settle_buckets,
 )
 from trainers.loop.data import (
@@ -70,6 +71,7 @@ from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe
+from trainers.step.snapshot import Snapshot
 from trainers.step.train_step import (
     PhasedStep,
     Replica,
@@ -115,10 +117,13 @@ def build_replica(
     context.enter("model")
     trained = make_trained(task, _make_model(task, train), config, group)
     share_tensors(list(trained.beside.values()), group)
-    check_states(trained, task, group)
+    check = partial(check_states, trained, task)
+    check()
     context.enter("probe")
     phases = make_phases(trained.forward, trained.optimizer)
-    probe = Probe(trained.forward, trained.optimizer, train, group, phases)
+    probe = Probe(
+        trained.forward, trained.optimizer, train, group, phases, check
+    )
     wanted = config.microbatch_size
     ceiling = Ceiling(context, _setting(config, group), wanted == "auto")
     share = -(-min(config.batch_size, sampler.length) // group.world_size)
@@ -285,7 +290,7 @@ def make_trained(
     if decay is not None:
         ema = MovingAverage(model, optimizer, decay, frozen or ())
     forward = ForwardPass(model, task, spec, group.device)
-    return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
+    return Trained(forward, optimizer, ema, AsMade(model), [*beside], frozen)
 
 
 def _refuse_complex(model: nn.Module, precision: str) -> None:
@@ -419,7 +424,8 @@ def _make_schedule(
         )
     batches = sampler.batches if config.counts_samples else None
     schedule = Schedule(given, stand_in, course, total_steps, batches)
-    require_plain(schedule.state_dict(), type(schedule.scheduler).__name__)
+    owner = f"{type(schedule.scheduler).__name__}.state_dict()"
+    loadable(schedule.state_dict(), owner)
     if schedule.by_figure and not evaluates:
         raise _unheld("schedule()", schedule.figure)
     epochs = 0
@@ -428,5 +434,9 @@ def _make_schedule(
     elif schedule.every == "epoch":
         raise uncounted("schedule()", "epoch")
     ends = [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)]
+    # load_state_dict() would keep attributes that the scheduler made later.
+    device = torch.device("cpu")
+    before = Snapshot(task, {"schedule": schedule.scheduler}, device)
     schedule.try_to_the_end(total_steps, ends)
+    before.restore()
     return schedule

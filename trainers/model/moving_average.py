@@ -18,7 +18,8 @@ class MovingAverage:
     """Averages the optimizer's parameters and the floating buffers of a state_dict.
 
     Buffers are averaged as in torchvision's reference. Integer buffers
-    (BatchNorm's count) are not averaged.
+    (BatchNorm's count) are not averaged. The average of a buffer begins anew
+    if a forward pass assigns a tensor of another shape.
 
     Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1)
     + (1 - decay) W_t after the optimizer's step t. Averages are float32 or
@@ -48,10 +49,13 @@ class MovingAverage:
                     self._values if parameter.requires_grad else self._frozen
                 )
                 taken[name] = parameter
+        self._holders: dict[str, dict[str, Tensor | None]] = {}
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in kept and buffer.is_floating_point():
                 self._values[name] = buffer
+                owner, _, _ = name.rpartition(".")
+                self._holders[name] = model.get_submodule(owner)._buffers
         self._averages = {
             name: _widened(value) for name, value in self._values.items()
         }
@@ -76,12 +80,25 @@ class MovingAverage:
             self._averages[name] = _widened(self._values[name])
             self._groups = []
 
+    def _find_buffers(self) -> None:
+        """Find the model's present buffers, which a forward pass may have assigned."""
+        for name, holder in self._holders.items():
+            before = self._values[name]
+            buffer = holder.get(name.rpartition(".")[2])
+            if buffer is None or buffer is before:
+                continue
+            self._values[name] = buffer
+            if buffer.shape != before.shape:
+                self._averages[name] = _widened(buffer)
+            self._groups = []
+
     @torch.no_grad()
     def update(self) -> None:
         """Update the averages after a step of the optimizer.
 
         Does not wait for the device.
         """
+        self._find_buffers()
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
             self._average(averages, taken, 0)
@@ -101,6 +118,7 @@ class MovingAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Swap the averages into the model within the block, then restore it."""
+        self._find_buffers()
         for name, value in self._values.items():
             self._own[name] = value.detach().clone()
         self._copy(self._averages)
@@ -141,7 +159,9 @@ class MovingAverage:
         self._add([name for name in self._frozen if name in own])
         ours = {"own": self._values, "averages": self._wider()}
         for part, tensors in ours.items():
-            if shapes_of(state.get(part)) != shapes_of(tensors):
+            saved = shapes_of(state.get(part))
+            unlike = dict(saved.items() ^ shapes_of(tensors).items())
+            if unlike.keys() - self._holders.keys():
                 raise CheckpointError(
                     "it does not fit this model: the tensors of its moving average differ in name or shape"
                 )
@@ -149,6 +169,7 @@ class MovingAverage:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Load what `state_dict` returned, after the model was loaded."""
+        self._find_buffers()
         averages = {
             **self._values,
             **shard_like(state["averages"], self._wider()),

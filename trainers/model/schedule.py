@@ -7,7 +7,7 @@ nothing is hooked into the step, which may be captured, compiled or skipped,
 and the rates stay exact numbers on the host.
 """
 
-import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,8 +105,7 @@ class Schedule:
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
         """Raise ConfigError for a scheduler that ends before the run.
 
-        The scheduler is stepped as often as in the run (at most 10,000 times),
-        and then restored.
+        The scheduler is stepped as often as in the run (at most 10,000 times).
 
         `epochs` lists the step at which each epoch ends.
         """
@@ -115,7 +114,6 @@ class Schedule:
         count = total_steps - self._warmup
         if self.every == "epoch":
             count = sum(step > self._warmup for step in epochs)
-        before = copy.deepcopy(self.state_dict())
         tried = min(count, _TRIED)
         if isinstance(self.scheduler, OneCycleLR):  # which says how long it is
             tried = min(count, self.scheduler.total_steps + 1)
@@ -123,7 +121,6 @@ class Schedule:
             self._step(
                 f"ends after {number} of the run's {count} {self.every}s"
             )
-        self.load_state_dict(before)
 
     def _step(self, rule: str) -> None:
         """Step the scheduler; ConfigError with `rule` if it fails, as after its end."""
@@ -195,8 +192,15 @@ class Schedule:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is laid out like this scheduler's state."""
-        if _layout(state) != _layout(self.state_dict()):
+        """Raise CheckpointError unless `state` is laid out like this scheduler's state.
+
+        A user's scheduler may have gained attributes and options since.
+        """
+        theirs = _layout(state)
+        ours = _layout(self.state_dict())
+        is_torchs = type(self.scheduler).__module__.startswith("torch.")
+        fits = operator.eq if is_torchs else operator.le
+        if len(ours) != len(theirs) or not all(map(fits, ours, theirs)):
             raise CheckpointError(
                 f"its schedule was not saved by a {self._name}"
             )
@@ -209,12 +213,12 @@ class Schedule:
             group.update(saved)
 
 
-def _layout(state: Mapping[str, Any]) -> list[Any]:
-    """Return the keys of each part of a schedule's state; None for a part without keys."""
+def _layout(state: Mapping[str, Any]) -> list[set[str]]:
+    """Return the keys of each part of a schedule's state."""
     parts = [state.get("scheduler")]
     if isinstance(state.get("groups"), list):
         parts += state["groups"]
-    return [part.keys() if isinstance(part, dict) else None for part in parts]
+    return [set(part) if isinstance(part, dict) else set() for part in parts]
 
 
 def _refused(value: str, rule: str, fix: str) -> ConfigError:

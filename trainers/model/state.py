@@ -210,7 +210,13 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Load saved tensors in place; CheckpointError if names or shapes differ."""
+    """Load saved tensors in place; CheckpointError if names or shapes differ.
+
+    Tensors that are no parameters take the saved shape.
+    """
+    for name in tensors.keys() & saved.keys():
+        if type(tensors[name]) is Tensor and not tensors[name].requires_grad:
+            tensors[name].resize_(saved[name].shape)
     if shapes_of(saved) != shapes_of(tensors):
         raise CheckpointError(
             "it does not fit this task: the tensors trained outside the model differ in name or shape"

@@ -90,6 +90,8 @@ class Probe:
     group: Group
     phases: Sequence[PhasePass] = ()
     """The phases of a step, if it has any; all of them are run."""
+    check: Callable[[], None] = lambda: None
+    """Called after the steps; raises ConfigError for state that they left."""
 
     @property
     def passes(self) -> Sequence[ForwardPass]:
@@ -148,6 +150,7 @@ class Probe:
             try:
                 spare = take_spare(device) if with_spare else None
                 self.take_steps(size, accumulates)
+                self.check()
                 synchronize(device)
                 del spare
             except (RuntimeError, MemoryError) as error:
@@ -285,7 +288,7 @@ class _Search:
         try:
             error = self.probe.run(size, accumulates, with_spare=not last)
         except Exception as other:
-            if not self.too_large:
+            if not self.too_large or isinstance(other, ConfigError):
                 raise
             words = f"{self.too_large}, and one of {size} cannot be trained"
             error = self.kind(f"{words}: {type(other).__name__}: {other}")

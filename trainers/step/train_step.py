@@ -6,7 +6,7 @@ adversarial training or gradient penalties.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from trainers.model.optimizer import (
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import Used, is_shard, is_sharded, local
-from trainers.model.state import AsMade, parameters_of
+from trainers.model.state import AsMade, find_beside, parameters_of
 from trainers.model.strategy import (
     ANOTHER_WAY,
     Replicated,
@@ -505,10 +505,8 @@ class Trained:
     ema: MovingAverage | None
     as_made: AsMade
     """The new model's properties, to find out what has changed since."""
-    beside: dict[str, Tensor]
-    """The task's tensors outside the model that are trained with it, by
-    attribute name.
-    """
+    names_beside: Collection[str]
+    """Names of the task's tensors outside the model that are trained with it."""
     frozen: dict[str, str] | None
     """Digests of the parameters that checkpoints leave out; None if
     checkpoints contain all.
@@ -518,6 +516,11 @@ class Trained:
     def model(self) -> nn.Module:
         """The bare module."""
         return self.forward.model
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """The present tensors of `names_beside`: a forward pass may assign others."""
+        return find_beside(self.forward.task, self.names_beside)
 
 
 @dataclass
