@@ -107,7 +107,6 @@ def nothing_left_behind():
     until(
         lambda: not left(),
         lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}",
-        within_s=120,
     )
 
 

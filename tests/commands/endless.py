@@ -154,7 +154,7 @@ class Command:
     def ends(self):
         """Wait until it and all that it has started are gone; its exit code."""
         code = self.process.wait(HANG_S)
-        _, left = psutil.wait_procs(self.family, timeout=60)
+        _, left = psutil.wait_procs(self.family, timeout=HANG_S)
         assert not left, f"{left} outlive the command:\n{self.said}"
         return code
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.waits import HANG_S
 
 SWEEP = "examples/digits/sweep.yaml"
 HELD = f"""
@@ -72,7 +73,7 @@ def test_interrupted_and_resumed_sweep(tmp_path, command):
     assert sweep.returncode == 130
     assert " kept; continue with" in rest
     assert f"-m tune {tmp_path}/digits-sweep" in rest
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=HANG_S)
     assert not alive, f"left behind: {alive}"
 
     kept = {

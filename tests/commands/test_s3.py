@@ -19,7 +19,7 @@ from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
 from tests.unit.test_row_shards import same
-from tests.waits import until
+from tests.waits import HANG_S, until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log
@@ -116,7 +116,7 @@ def killed(*args, once):
         process.kill()
         process.communicate()
         _, alive = psutil.wait_procs(
-            family, timeout=60
+            family, timeout=HANG_S
         )  # a worker may go on for a moment, with the next trial
     assert not alive
     yield

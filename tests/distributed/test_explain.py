@@ -68,7 +68,7 @@ def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(
     )
     found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))
     usual_s, slow_s = found.own_s
-    assert slow_s > WAIT_S > usual_s
+    assert slow_s > max(WAIT_S, usual_s)
     assert {"all-reduce", "waiting for ranks"} <= found.parts.keys()
     assert name_causes(spec.config, None, found)[0].kind == "straggling rank"
     assert not spec.storage.exists("")

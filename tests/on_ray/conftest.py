@@ -108,5 +108,4 @@ def _cluster_given_back(request):
             lambda: (
                 f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}"
             ),
-            within_s=120,
         )

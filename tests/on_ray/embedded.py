@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from tests.on_ray.test_lanes import run, sweep
-from tests.waits import until, when
+from tests.waits import HANG_S, until, when
 from trainers.on_ray import cluster
 from trainers.on_ray.cluster import connect, disconnect
 from trainers.on_ray.internals import own_node
@@ -26,7 +26,7 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
         ray.get_runtime_context().gcs_address,
         list(filters),
         limit=10_000,
-        timeout=300,
+        timeout=int(HANG_S),
         detail=True,
     )
 
@@ -39,7 +39,7 @@ def tasks() -> list[str]:
     found = list_tasks(
         ray.get_runtime_context().gcs_address,
         limit=10_000,
-        timeout=300,
+        timeout=int(HANG_S),
         detail=True,
     )
     return [

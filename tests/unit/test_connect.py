@@ -292,7 +292,7 @@ def test_what_outlives_the_driver_is_killed_even_if_it_was_stopped(tmp_path):
     ) as beside:
         assert (agent.poll(), worker.poll()) == (None, None)
     assert beside.returncode == 0
-    assert (agent.wait(60), worker.wait(60)) == (-9, -9)
+    assert (agent.wait(HANG_S), worker.wait(HANG_S)) == (-9, -9)
     for other in (reader, stranger):
         assert other.poll() is None
         other.kill()

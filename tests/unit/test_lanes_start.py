@@ -4,7 +4,7 @@ which are measured alone.
 
 from types import SimpleNamespace
 
-from tests.waits import when
+from tests.waits import HANG_S, when
 from trainers.config.sections import ScalingConfig
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
@@ -34,13 +34,13 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
 
     def fit(lane: int) -> None:
         begun.append(lane)
-        lanes._rooms[lane].is_over.wait(60)
+        lanes._rooms[lane].is_over.wait(HANG_S)
         raise LaneEnded
 
     monkeypatch.setattr(
         lanes,
         "_wait_for_turn",
-        lambda lane: lane < 2 or lanes._settled.wait(60),
+        lambda lane: lane < 2 or lanes._settled.wait(HANG_S),
     )
     monkeypatch.setattr(lanes, "_fit", fit)
     lanes.grow(3)

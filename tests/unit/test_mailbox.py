@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import HANG_S
 from trainers.causes import death_of
 from trainers.errors import ConfigError, RunFailedError
 from trainers.storage import Storage
@@ -329,7 +330,7 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(
     done, held = await asyncio.wait(ends, timeout=3 * WAIT_S)
     assert (len(done), len(held)) == (1, 1)
     await submit(mailbox, "c")
-    done, held = await asyncio.wait(held, timeout=60)
+    done, held = await asyncio.wait(held, timeout=HANG_S)
     assert not held
     assert await end_of(mailbox, "a", 1) == DONE, "told once is told"
     await taken(mailbox)
