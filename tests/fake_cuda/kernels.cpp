@@ -225,10 +225,24 @@ class Call {
     return at::cuda::detail::getDefaultCUDAGenerator();
   }
 
+  // The CPU has only a reference of this backward pass in float16, ten times slower.
+  bool needs_float32() const {
+    return op_.schema().name() == "aten::convolution_backward" && arguments_[0].toTensor().dtype() == at::kHalf;
+  }
+
+  static void convert(Stack& values, at::ScalarType type) {
+    for (IValue& value : values) {
+      value = map_tensors(value, [&](const Tensor& tensor) { return tensor.defined() ? tensor.to(type) : tensor; });
+    }
+  }
+
   Stack compute() const {
     Stack stack = arguments_;
     if (!draw_) {
+      const bool is_widened = needs_float32();
+      if (is_widened) convert(stack, at::kFloat);
       op_.callBoxed(stack);
+      if (is_widened) convert(stack, at::kHalf);
       return stack;
     }
     if (const auto position = generator_position(op_.schema())) {

@@ -36,7 +36,7 @@ def limited():
 TASK = {"bytes_per_sample": 16 * MB, "samples": 128}
 OPTIONS = {
     "global_batch_size": 128,
-    "max_steps": 8,
+    "max_steps": 4,
     "evaluate__microbatch_size": 16,
 }
 
@@ -119,7 +119,7 @@ def test_a_first_step_that_was_forecast_to_fit_and_does_not(probed):
     )
     assert (result.status, result.steps, result.microbatch_size) == (
         "done",
-        8,
+        4,
         64,
     )
     assert probed == []
