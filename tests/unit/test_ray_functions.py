@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import socket
 import sys
 import threading
@@ -12,7 +13,10 @@ import uuid
 
 import pytest
 import ray.train
+import ray.tune
+import torch
 from ray import cloudpickle
+from ray.train import Checkpoint
 from ray.tune import TuneConfig
 from ray.tune.schedulers import (
     ASHAScheduler,
@@ -24,7 +28,8 @@ from ray.tune.schedulers import (
 import tests.unit.test_ray_functions
 from tune.forks.assignment import Place
 from tune.forks.client import Zygote
-from tune.forks.function import picklable
+from tune.forks.function import picklable, run_function
+from tune.lanes.controller import NoGroup
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
@@ -218,17 +223,51 @@ def test_an_error_of_a_driver_shows_the_users_line(driver, line, parent):
     assert f"in {driver.__name__}" in shown
 
 
-def test_an_interrupt_that_a_function_raises_fails_its_trial(parent):
+def on_gpu_7(channel, *given):
+    """Run in a trial: call `run_function` as if the node had two visible GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "4,7"
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda device: setattr(torch, "current", device)
+    return run_function(channel, *given)
+
+
+def ended(parent, function, **answers):
+    """Run a function in a fork, and return its outcome."""
     server = socket.create_server(("127.0.0.1", 0))
-    place = Place(0, 1, 0, 1, 0, 0, *server.getsockname())
-    call = cloudpickle.dumps(leaves(KeyboardInterrupt()))
-    given = call, place, [], "trial", None
-    fork = parent.fork(
-        "tune.forks.function:run_function", *given, files=[server.fileno()]
-    )
-    found = fork.serve(types.SimpleNamespace(begins=lambda: None))
+    place = Place(0, 1, 0, 1, 0, 0, *server.getsockname(), "gloo")
+    given = cloudpickle.dumps(function), place, ["7"], "trial", None
+    own = f"{__name__}:on_gpu_7"
+    fork = parent.fork(own, *given, files=[server.fileno()])
+    return fork.serve(types.SimpleNamespace(begins=lambda: None, **answers))
+
+
+def test_a_rank_sees_its_nodes_gpus_and_starts_on_its_own(parent):
+    """It may choose a GPU by LOCAL_RANK, by Ray's `get_device`, or not at all."""
+    assert NoGroup().backend_cls.share_cuda_visible_devices
+    found = ended(parent, lambda: str(torch.current))
+    assert found["returned"] == "cuda:1"
+
+
+def test_an_interrupt_that_a_function_raises_fails_its_trial(parent):
+    found = ended(parent, leaves(KeyboardInterrupt()))
     assert found["status"] == "error"
     assert "KeyboardInterrupt was raised" in found["message"]
+
+
+def reports():
+    """Report to both of Ray's libraries, in another directory than the worker's."""
+    os.chdir("/")
+    for library in (ray.train, ray.tune):
+        library.report({}, checkpoint=Checkpoint.from_directory("ckpt"))
+
+
+def test_a_checkpoint_is_sent_by_its_whole_path(parent):
+    def report(metrics, checkpoint, **options):
+        paths.append(checkpoint.path)
+
+    paths = []
+    ended(parent, reports, report=report)
+    assert paths == ["/ckpt", "/ckpt"]
 
 
 class OfTwoWordsError(Exception):

@@ -313,11 +313,18 @@ class GroupConfig(BackendConfig):
         return _on_own_gpu if self.backend == "nccl" else nullcontext
 
 
-class _GroupBackend(Backend):
-    """Forms and dissolves the process group, at the controller's request."""
+class SharingBackend(Backend):
+    """Lets each rank see the GPUs of all ranks on its node, as Ray's TorchConfig does.
 
-    # NCCL's direct paths between GPUs of a node need to see them all.
+    NCCL's direct paths between a node's GPUs need this, and so does a function
+    that chooses its GPU by LOCAL_RANK.
+    """
+
     share_cuda_visible_devices = True
+
+
+class _GroupBackend(SharingBackend):
+    """Forms and dissolves the process group, at the controller's request."""
 
     def on_start(
         self, worker_group: Any, backend_config: BackendConfig

@@ -128,7 +128,7 @@ class _TuneSession:
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
         """Do the same as Ray's method."""
-        self._utils.report(metrics, checkpoint)
+        self._utils.report(metrics, checkpoint=checkpoint)
 
     @property
     def loaded_checkpoint(self) -> Any:
@@ -204,7 +204,9 @@ def run_function(
         else:
             call = unpickled(function)
         channel.call("begins")
-        returned = call()
+        # The context sets the current GPU: the node's others are visible, too.
+        with ray.train.torch.TorchConfig().train_func_context():
+            returned = call()
         if isinstance(function, FunctionSpec):
             returned = None
         # A value that cannot be pickled counts as the function's error.

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
 from trainers.launch.process import embedded
-from trainers.on_ray.worker_group import as_failure
+from trainers.on_ray.worker_group import SharingBackend, as_failure
 from tune.ray_internals import (
     ControllerCallback,
     DatasetsCallback,
@@ -88,7 +88,8 @@ class NoGroup(BackendConfig):
     """Replaces Ray's TorchConfig: trials' processes form process groups by themselves."""
 
     backend: str = "none"
-    """Read by Ray's TorchTrainer."""
+    backend_cls = SharingBackend
+    """Both are read by Ray's TorchTrainer."""
 
 
 class LaneEnded(BaseException):
