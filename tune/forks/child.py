@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -56,6 +57,10 @@ class Channel:
 
     def call(self, method: str, *args: Any, **given: Any) -> Any:
         """Call a method on the other side; return its result, or raise its error."""
+        # The other side's working directory may be another.
+        checkpoint = given.get("checkpoint")
+        if checkpoint and checkpoint.filesystem.type_name == "local":
+            checkpoint.path = str(Path(checkpoint.path).absolute())
         with self._lock:
             self._connection.send_bytes(pack((method, args, given)))
             raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the requester)
