@@ -35,7 +35,8 @@ def ask(channel, *arguments):
 
 
 def die(channel, number):
-    """Run in a trial: end by a signal."""
+    """Run in a trial: print a line, and end by a signal."""
+    print("epoch 3")
     os.kill(os.getpid(), number)
 
 
@@ -44,7 +45,7 @@ class Asked:
         return left // right
 
 
-def test_a_fork_asks_and_answers_and_is_missed(parent):
+def test_a_fork_asks_and_answers_and_is_missed(parent, capfd):
     here = "tests.unit.test_forks"
     assert parent.fork(f"{here}:ask", 6, 3).serve(Asked()) == 2
     with pytest.raises(NoOutcomeError) as failed:
@@ -53,6 +54,7 @@ def test_a_fork_asks_and_answers_and_is_missed(parent):
     with pytest.raises(NoOutcomeError) as killed:
         parent.fork(f"{here}:die", signal.SIGKILL).serve(Asked())
     assert killed.value.code == -signal.SIGKILL
+    assert capfd.readouterr().out == "epoch 3\n"
 
 
 def test_a_fork_whose_outcome_is_no_longer_wanted_gets_no_answer(parent):

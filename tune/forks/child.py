@@ -129,6 +129,9 @@ def become(files: Sequence[int]) -> None:
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
+        # What a trial has printed is shown at once, and outlives a kill.
+        with suppress(AttributeError):  # a library's replacement may lack it
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with Connection(channel) as connection:
             work: Work = pickle.loads(connection.recv_bytes())  # noqa: S301 (from the requester)
             signal.signal(signal.SIGINT, signal.default_int_handler)
