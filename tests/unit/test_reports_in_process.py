@@ -29,6 +29,12 @@ def session(monkeypatch):
     return session
 
 
+def test_rays_own_trainer_is_refused_and_no_sweep_hangs():
+    """A report in Ray's controller would end that actor's event loop."""
+    with pytest.raises(RuntimeError, match=r"from tune\.ray"):
+        controller.reports_of_trial()
+
+
 def test_no_report_is_lost_or_overtaken_by_the_trials_end(
     session, monkeypatch
 ):

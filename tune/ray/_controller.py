@@ -384,8 +384,10 @@ class _Reports(queue.Queue[Any]):
 
 def reports_of_trial() -> Any:
     """Return the queue for the reports of this process's TuneReportCallback."""
-    found: Any = get_session()
-    return _Reports() if found is None else found._inter_actor_queue
+    found = _session()
+    if found is None:  # Ray's own trainer has made this process
+        raise RuntimeError("import TorchTrainer from tune.ray, not from Ray")
+    return found._inter_actor_queue
 
 
 def report_in_process() -> None:
