@@ -12,8 +12,9 @@ import pytest
 
 from tests.waits import HANG_S, until
 from tune.forks import client
+from tune.forks.assignment import Place
 from tune.forks.client import NoOutcomeError, Zygote
-from tune.forks.zygote import Preload
+from tune.forks.zygote import Preload, import_users
 
 
 @pytest.fixture
@@ -129,3 +130,33 @@ def test_an_import_that_never_ends_keeps_no_zygote(name, tmp_path):
     until(begun.exists, "the import of the module")
     one.close()
     assert not one._directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "line", "found"),
+    [
+        ("", "open(__file__)", ["users_own.py"]),
+        ("", "socket.socket()", ["socket"]),
+        ("", "numpy.memmap(__file__)", []),
+        ("", "os.environ.get('LOCAL_RANK')", ["LOCAL_RANK"]),
+        ("", "os.getenv('HOME')", []),
+        ("site-packages", "os.environ.get('LOCAL_RANK')", []),
+    ],
+)
+def test_what_forks_would_share_of_an_import(
+    tmp_path, monkeypatch, folder, line, found
+):
+    file = tmp_path / folder / "users_own.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"import numpy, os, socket\nKEPT = {line}\n")
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.delitem(sys.modules, "users_own", raising=False)
+    names = [Path(each).name for each in import_users(["users_own"])]
+    assert [name.partition(":")[0] for name in names] == found
+
+
+def test_a_trials_task_finds_its_rank_before_its_import(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(IndexError):
+        Place(0, 3, 0, 1, 2, 0).form_group([])
+    assert os.environ["WORLD_SIZE"] == "3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,11 @@ class Place:
     """How long a rank waits for the others in a collective."""
 
     def form_group(self, files: Sequence[int]) -> None:
-        """Form the process group; rank 0's first open file is the listening socket."""
+        """Set `environment`, which a task may read at its import; form the process group.
+
+        Rank 0's first open file is the listening socket.
+        """
+        os.environ.update(self.environment)
         # The driver and the lanes' workers, which import this file, run
         # without torch.
         import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,7 +89,7 @@ class Zygote:
             self._connection, theirs = socket.socketpair()
             given = [
                 str(self._path),
-                self.preload.to_json(),
+                json.dumps(asdict(self.preload)),
                 str(theirs.fileno()),
             ]
             command = [sys.executable, "-m", "tune.forks.zygote", *given]

@@ -189,7 +189,6 @@ def run_function(
     """
     modules = set(sys.modules)
     as_new_process(gpu_ids)
-    os.environ.update(place.environment)
     read_token_again()  # the zygote may be older than Ray's token
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)

@@ -36,7 +36,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
@@ -53,7 +53,7 @@ LONGEST_MESSAGE = 2**18
 _MOST_FILES = 8
 _IDLE_S = 10.0
 """How long the zygote lives on after its last connection is closed."""
-_CANARY_S = 10.0
+_CANARY_S = 10
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,6 @@ class Preload:
     """
     forks: bool = True
     """Whether trials are forks; if not, each trial is a new interpreter."""
-
-    def to_json(self) -> str:
-        """Return this as JSON, for the zygote's command line."""
-        return json.dumps(asdict(self))
 
 
 class Zygote:
@@ -176,17 +172,15 @@ class Zygote:
         self._selector.unregister(client)
         self._clients.discard(client)
         client.close()
-        for pid in [
-            pid for pid, owner in self._trials.items() if owner is client
-        ]:
-            del self._trials[pid]
-            end_group(pid)
+        for pid, owner in list(self._trials.items()):
+            if owner is client:
+                del self._trials[pid]
+                end_group(pid)
 
     def _reap(self) -> None:
         """Report ended trials to their clients, and end what they left running."""
         with suppress(BlockingIOError):
             os.read(self._woken, 4096)
-        ended = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -194,18 +188,18 @@ class Zygote:
                 break
             if pid == 0:
                 break
-            ended.append((pid, status))
-        for pid, status in ended:
             end_group(pid)
             client = self._trials.pop(pid, None)
             if client is not None:
                 self._say(client, os.waitstatus_to_exitcode(status))
-        if ended:
-            self._end_orphans()
+        self._end_orphans()
 
     def _end_orphans(self) -> None:
         """Kill children that are not trials: processes left behind by ended trials."""
-        for child in _children():
+        text = ""
+        with suppress(OSError):  # not all kernels have it
+            text = Path("/proc/thread-self/children").read_text()
+        for child in map(int, text.split()):
             if child not in self._trials:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
@@ -217,14 +211,6 @@ def end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _children() -> list[int]:
-    try:
-        text = Path("/proc/thread-self/children").read_text()
-    except OSError:
-        return []
-    return list(map(int, text.split()))
-
-
 def import_all(modules: Sequence[str]) -> None:
     """Import modules; ignore failures, which recur in the trial that needs them."""
     for module in modules:
@@ -233,10 +219,49 @@ def import_all(modules: Sequence[str]) -> None:
             importlib.import_module(module)
 
 
+def import_users(modules: Sequence[str]) -> list[str]:
+    """Import the user's modules, and return what forks would wrongly share of that.
+
+    Forks share the position in a file that is open, and what was made of a
+    rank's environment variables, which new interpreters have from their start.
+    Variables that a library reads when it is imported do not count.
+    """
+    found: list[str] = []
+    encode = os.environ.encodekey
+
+    def noted(name: str) -> str:
+        if name.endswith(("RANK", "WORLD_SIZE")):
+            importing = ""
+            for at in traceback.extract_stack():
+                if at.name == "<module>":
+                    importing = at.filename
+            if "site-packages" not in importing:
+                found.append(name)
+        return encode(name)
+
+    before = _open_files()
+    os.environ.encodekey = noted
+    import_all(modules)
+    os.environ.encodekey = encode
+    found.extend(_open_files() - before)
+    return found
+
+
+def _open_files() -> set[str]:
+    """Return the open files and sockets, but for files that are mapped into memory."""
+    mapped = Path("/proc/self/maps").read_text()
+    return {
+        str(place.resolve())
+        for place in Path("/proc/self/fd").iterdir()
+        if (place.is_file() or place.is_socket())
+        and f"{place.resolve()}\n" not in mapped
+    }
+
+
 def why_not_fork() -> str | None:
     """Return why this process cannot be forked, or None if it can."""
-    threads = [thread.name for thread in threading.enumerate()]
-    threads.remove(threading.main_thread().name)
+    # The first is the main thread.
+    threads = [thread.name for thread in threading.enumerate()[1:]]
     if threads:
         return f"importing the task or function started a thread ({', '.join(threads)})"
     torch = sys.modules.get("torch")
@@ -256,19 +281,13 @@ def _canary_sings() -> bool:
     if pid == 0:
         import torch
 
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_CANARY_S)
         torch.set_num_threads(2)
         torch.ones(2**17).exp()
         os._exit(0)
-    ended, _ = os.waitpid(pid, os.WNOHANG)
-    waited = threading.Event()
-    for _ in range(int(_CANARY_S / 0.01)):
-        if ended:
-            return True
-        waited.wait(0.01)
-        ended, _ = os.waitpid(pid, os.WNOHANG)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False
+    _, status = os.waitpid(pid, 0)
+    return status == 0
 
 
 def main() -> None:
@@ -283,8 +302,7 @@ def main() -> None:
     # `END_ALL`, even while an import blocks.
     fcntl.fcntl(first, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGIO, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     sys.path[:0] = [place for place in preload.path if place not in sys.path]
     why_not: str | None = "each trial is to have a new interpreter"
@@ -298,13 +316,19 @@ def main() -> None:
                 "tune.forks.task",
             ]
         )
-        import_all(preload.modules)
+        found = import_users(preload.modules)
         gc.enable()
         gc.freeze()
-        why_not = why_not_fork()
+        why_not = (
+            f"importing the task or function opened or read {', '.join(found)}"
+            if found
+            else why_not_fork()
+        )
         if why_not is not None:
-            words = "trials run in new interpreters instead of forks, which is slower"
-            print(f"{words}: {why_not}", flush=True)
+            print(
+                f"trials run in new interpreters instead of forks, which is slower: {why_not}",
+                flush=True,
+            )
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
         Zygote(path, first, why_not).serve()
