@@ -1,6 +1,7 @@
 """Trials, values and figures as text, for sentences, tables and axes; no I/O."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -177,6 +178,8 @@ def span(low_s: float | None, high_s: float) -> str:
     last = duration(high_s)
     if low_s is None:
         return last
+    if high_s == math.inf:
+        return f"at least {duration(low_s)}"
     if low_s <= 0:
         return f"up to {last}"
     first = duration(low_s)
