@@ -259,11 +259,13 @@ def _by_budget(trials: Trials) -> Doubt | None:
     metric = trials.objective.metric
     if metric in MEASURED:
         return None
-    cut = []
-    for record in trials.records:
-        is_cut = record.status == "stopped" and record.message == BY_BUDGET
-        if is_cut and value_of(metric, record) is not None:
-            cut.append(record)
+    cut = [
+        record
+        for record in trials.records
+        if record.status == "stopped"
+        and record.message == BY_BUDGET
+        and value_of(metric, record) is not None
+    ]
     return _unknown(trials, cut, "cut off by the budget", "a larger `budget`")
 
 
@@ -530,10 +532,10 @@ def _line(trials: Trials, places: Sequence[_Place]) -> str:
         return f"{head}; it is the only trial."
     if not others:
         return f"{head}; nothing else has a value to compare."
-    equal = []
-    for place in _tied(places):
-        name = _without_seed(trials, place.record)
-        equal.append(name.removeprefix("batch "))
+    equal = [
+        _without_seed(trials, place.record).removeprefix("batch ")
+        for place in _tied(places)
+    ]
     if not equal:
         following = _without_seed(trials, others[0].record)
         return f"{head}, {others[0].margin} the next, {following}."
@@ -743,10 +745,11 @@ def largest_size(trials: Trials, as_good: Collection[str]) -> str:
     if not sizes or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[sizes[0]]))
-    tried = []
-    for record in trials.records:
-        if record.purpose == "trial" and record.config.get(sizes[0]) == size:
-            tried.append(record)
+    tried = [
+        record
+        for record in trials.records
+        if record.purpose == "trial" and record.config.get(sizes[0]) == size
+    ]
     if not tried:
         return ""
     scores = scores_of(trials.objective, tried)

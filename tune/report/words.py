@@ -119,10 +119,11 @@ def in_a_line(config: Mapping[str, Any]) -> str:
 
 def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return the step of a running trial's newest evaluation, and its figures."""
-    figures = []
-    for key, value in metrics.items():
-        if key.startswith(("val_", "train_l")):
-            figures.append(f"{key} {value:.4g}")
+    figures = [
+        f"{key} {value:.4g}"
+        for key, value in metrics.items()
+        if key.startswith(("val_", "train_l"))
+    ]
     step = ""
     if "step" in metrics:
         step = f"{metrics['step']:.0f}"

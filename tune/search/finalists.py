@@ -543,12 +543,13 @@ def pressure(records: Records, repeats: bool = False) -> float | None:
     Returns:
         The median; None if nothing is known.
     """
-    known = []
-    for record in records:
-        is_repeat = record.purpose == "repeat"
-        is_asked = is_repeat is repeats and record.finished
-        if is_asked and record.cpu_pressure is not None:
-            known.append(record.cpu_pressure)
+    known = [
+        record.cpu_pressure
+        for record in records
+        if (record.purpose == "repeat") is repeats
+        and record.finished
+        and record.cpu_pressure is not None
+    ]
     return statistics.median(known) if known else None
 
 
