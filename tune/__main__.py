@@ -134,11 +134,10 @@ def steer(words: _Steer, output: Output) -> int:
     spec = read_kept(directory)
     if not action:
         trials = known_trials(spec)
-        lines = []
-        for name, trial in trials.items():
-            lines.append(
-                f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
-            )
+        lines = [
+            f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
+            for name, trial in trials.items()
+        ]
         record = {name: asdict(trial) for name, trial in trials.items()}
         output.result(
             "\n".join(lines), counted(len(trials), "trial"), {"trials": record}

@@ -443,11 +443,11 @@ class SweepConfig(Settings):
 
     @property
     def _all_around(self) -> list[str]:
-        found = []
-        for key, values in self.space.items():
-            if isinstance(values, Range) and values.around:
-                found.append(key)
-        return found
+        return [
+            key
+            for key, values in self.space.items()
+            if isinstance(values, Range) and values.around
+        ]
 
     @property
     def around(self) -> str | None:

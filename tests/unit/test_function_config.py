@@ -119,6 +119,22 @@ def test_what_the_keys_name():
     assert build_run(config.tree(), "file") == config
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ({"seed": 0}, {"seed": 1}, True),
+        ({"optimizer": {"lr": 0.1}}, {"optimizer": {"lr": 1}}, True),
+        ({"width_mult": 4.0}, {"width_mult": 0.25}, False),
+    ],
+)
+def test_memory_goes_by_a_keys_name_and_not_by_its_type(before, after, same):
+    keys = [
+        key_of({"train_func": "a:b", "train_loop_config": values}, "gpu")
+        for values in (before, after)
+    ]
+    assert (keys[0] == keys[1]) == same
+
+
 def test_the_function_gets_a_configuration_of_its_own_or_nothing(user):
     found = spec(user)
     given = found.load()()

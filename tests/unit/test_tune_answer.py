@@ -159,12 +159,14 @@ def test_a_seed_is_a_repeat_and_never_a_choice():
     assert [record.config for record in found.equal] == [{"precision": "fp16"}]
     assert found.line.startswith("fp32: val_loss 0.5012 (")
     assert "4 seeds); fp16 is as good." in found.line
+    assert len({record.id for record in found.ranking}) == 12
     assert not found.doubts
 
 
-def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train():
+@pytest.mark.parametrize("some", [0.5, None])
+def test_a_configuration_of_which_more_seeds_failed_comes_later(some):
     found = by_seeds(
-        {"fp32": [0.5, 0.5, 0.51, 0.5], "bf16": [0.1, None, 0.1, 0.1]}
+        {"fp32": [some, 0.5, 0.51, 0.5], "bf16": [0.1, None, None, 0.1]}
     )
     assert found.best.config == {"precision": "fp32"}
     assert not found.equal

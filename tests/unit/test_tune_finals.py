@@ -234,6 +234,14 @@ def test_a_repeat_that_never_met_its_target_took_at_least_its_whole_training():
     assert (first.num_missed, second.num_missed) == (0, 1)
     whole_s = done()[3].curve[-1]["train_time_s"]
     assert second.time_s.value == pytest.approx(math.sqrt(4.0 * whole_s))
+    assert second.time_s.high == math.inf
+
+
+def test_the_target_met_in_more_repeats_comes_first():
+    records = repeated({0: [None, None], 1: [40.0, None]})
+    line = answer(config(), records).line
+    assert line.startswith("Batch 32 in bf16: at least ")
+    assert "with the target met in more repeats than" in line
 
 
 def test_a_repeat_that_was_stopped_by_hand_has_no_time():

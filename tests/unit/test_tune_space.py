@@ -234,6 +234,8 @@ def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start():
         for trial in first
     ]
     before[3] = TrialRecord(before[3].id, first[3], "out_of_memory", 0.0, 1.0)
+    outside = {**first[0], "optimizer.lr": 9.0}
+    before.append(TrialRecord("outside", outside, "done", 0.0, 1.0))
     resumed = optuna_trials(config, 10, before)
     anew = optuna_trials(config, 10, [])
     assert not any(trial in first for trial in resumed)

@@ -23,6 +23,15 @@ KNOWN_KEYS = (*BATCH_KEYS, "precision")
 FUNCTION_IDENTITY = ("train_func", "train_loop_config")
 """Keys that decide what is learned."""
 _CONFIG = "train_loop_config"
+_NO_SIZES = (
+    "epochs",
+    "learning_rate",
+    "lr",
+    "num_epochs",
+    "seed",
+    "weight_decay",
+)
+"""The last parts of a function's keys that change no tensor's size."""
 _OF_TASK = "give the value in `train_loop_config`, which the `train_func` reads: this key is for a `task`"
 
 
@@ -156,15 +165,12 @@ class FunctionConfig(Settings):
 
     @property
     def others(self) -> Tree:
-        """The function's configuration without its batch size and without floats.
-
-        Floats are assumed to be rates and probabilities, which need no memory.
-        """
+        """The function's configuration without its batch size, rates, seed and length."""
         sizes = [self.keys.get(name) for name in BATCH_KEYS]
         return {
             path: value
             for path, value in self._flat.items()
-            if path not in sizes and not isinstance(value, float)
+            if path not in sizes and path.split(".")[-1] not in _NO_SIZES
         }
 
 

@@ -336,9 +336,10 @@ class Queue:
         if trial.assignment.trial in self.steering.stopped:
             trial.end("stopped", BY_HAND)
             return True
-        reasons = []
-        for device in self._lanes.devices:
-            reasons.append(self._microbatches.why_not(trial, device))
+        reasons = [
+            self._microbatches.why_not(trial, device)
+            for device in self._lanes.devices
+        ]
         if not reasons or None in reasons:
             return False
         trial.end("out_of_memory", str(reasons[0]))

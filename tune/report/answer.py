@@ -100,7 +100,7 @@ def without_seed(record: TrialRecord) -> TrialRecord:
 def by_configuration(
     objective: Objective, ranked: Sequence[Run], records: Records
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those with missing values come last.
+    """Return the configurations, by the share of missing values, then best mean first.
 
     Trials that a user has stopped are ignored, and so are further runs of the
     same trial.
@@ -131,7 +131,8 @@ def by_configuration(
         squares += sum((value - means[key]) ** 2 for value in values)
     sign = 1 if objective.direction == "min" else -1
     order = sorted(
-        groups, key=lambda key: (missed[key] > 0, sign * means[key])
+        groups,
+        key=lambda key: (missed[key] / len(groups[key]), sign * means[key]),
     )
     best = order[0]
     level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
@@ -201,10 +202,11 @@ def _once(
             f"One run each: {what}", "repeats (`finalists: 2` or more)"
         )
     repeated = _repeated(trials.records)
-    rest = []
-    for record in rivals(trials.config, trials.records):
-        if trial_id(record.config) not in repeated:
-            rest.append(trials.name(record))
+    rest = [
+        trials.name(record)
+        for record in rivals(trials.config, trials.records)
+        if trial_id(record.config) not in repeated
+    ]
     if not rest:
         more = "more repeats, for which a longer search leaves time"
         return Doubt(f"Another trial may be {how_much}", more)
@@ -224,10 +226,11 @@ def _repeated(records: Records) -> dict[str, list[TrialRecord]]:
 
 def _only_once(trials: Trials) -> Doubt | None:
     """Return the doubt about trials that ended well once, but failed in all repeats."""
-    names = []
-    for repeats in _repeated(trials.records).values():
-        if not any(repeat.finished for repeat in repeats):
-            names.append(trials.name(repeats[0]))
+    names = [
+        trials.name(repeats[0])
+        for repeats in _repeated(trials.records).values()
+        if not any(repeat.finished for repeat in repeats)
+    ]
     if not names:
         return None
     what = f"{printable(capitalized(listed(names)))} ended well once, and failed in each repeat"
@@ -256,11 +259,13 @@ def _by_budget(trials: Trials) -> Doubt | None:
     metric = trials.objective.metric
     if metric in MEASURED:
         return None
-    cut = []
-    for record in trials.records:
-        is_cut = record.status == "stopped" and record.message == BY_BUDGET
-        if is_cut and value_of(metric, record) is not None:
-            cut.append(record)
+    cut = [
+        record
+        for record in trials.records
+        if record.status == "stopped"
+        and record.message == BY_BUDGET
+        and value_of(metric, record) is not None
+    ]
     return _unknown(trials, cut, "cut off by the budget", "a larger `budget`")
 
 
@@ -269,14 +274,16 @@ def _unknown(
 ) -> Doubt | None:
     """Return the doubt about trials that were stopped and not run again."""
     ids = {record.id for record in stopped}
-    ended = set()
-    for record in trials.records:
-        if record.id not in ids:
-            ended.add(trial_id(record.config))
-    names = {}
-    for record in stopped:
-        if trial_id(record.config) not in ended:
-            names[record.id] = trials.name(record)
+    ended = {
+        trial_id(record.config)
+        for record in trials.records
+        if record.id not in ids
+    }
+    names = {
+        record.id: trials.name(record)
+        for record in stopped
+        if trial_id(record.config) not in ended
+    }
     if not names:
         return None
     who = printable(capitalized(listed(list(names.values()))))
@@ -321,6 +328,8 @@ class Answer:
 
     ranking: list[TrialRecord]
     """All trials that have a value of the objective, best first."""
+    best: TrialRecord | None
+    """The best trial, or the best configuration's median run, without its seed."""
     finals: list[Final]
     """The results of the finalists' repeats, fastest first."""
     value: float | None
@@ -347,11 +356,6 @@ class Answer:
     """Upper bound, with 95 % confidence, on the speed of any other trial,
     divided by the best trial's speed; None if unknown.
     """
-
-    @property
-    def best(self) -> TrialRecord | None:
-        """The first of the ranking."""
-        return self.ranking[0] if self.ranking else None
 
     @property
     def text(self) -> str:
@@ -393,9 +397,11 @@ def answer(config: SweepConfig, records: Records) -> Answer:
     ranking = [record for _, record in ranked]
     if "seed" in config.space:
         configurations = by_configuration(objective, ranked, records)
-        ranking = []
-        for configuration in configurations:
-            ranking += [record for _, record in configuration.runs]
+        ranking = [
+            record
+            for configuration in configurations
+            for _, record in configuration.runs
+        ]
         places = _places_of_seeds(objective.metric, configurations)
     elif found:
         ranking = [final.record for final in found]
@@ -404,22 +410,21 @@ def answer(config: SweepConfig, records: Records) -> Answer:
         places = _places_of_finals(found)
     else:
         places = _places_of_runs(objective.metric, ranked)
-    value = None
+    best = value = None
     if places:
-        best = places[0]
-        ranking[0] = best.record
-        value = best.value
+        best = places[0].record
+        value = places[0].value
         line = _line(trials, places)
         if found and objective.metric == "usd_to_target":
-            value = _usd(best.record, value)
+            value = _usd(best, value)
     else:
         line = f"There is no best trial: {_why_none(trials)}."
     ahead = None
     if objective.metric in TO_TARGET and len(ranking) > 1:
         ahead = most_ahead(records, found)
-    equal = [place.record for place in _tied(places)]
+    tied = _tied(places)
     repeated = {final.record.id for final in found}
-    as_good = {record.id for record in [*ranking[:1], *equal]}
+    as_good = {place.record.id for place in [*places[:1], *tied]}
     as_good |= {record.id for record in rivals(config, records)} - repeated
     # First doubts about the order, then about the machine during the
     # measurement.
@@ -434,11 +439,12 @@ def answer(config: SweepConfig, records: Records) -> Answer:
     ]
     return Answer(
         ranking,
+        best,
         found,
         value,
-        equal,
+        [place.record for place in tied],
         printable(line),
-        printable(_fastest(trials, ranking[0] if places else None, found)),
+        printable(_fastest(trials, best, found)),
         printable(largest_size(trials, as_good)),
         [doubt for doubt in doubts if doubt is not None],
         ahead,
@@ -487,7 +493,7 @@ def _places_of_seeds(
             runs = f"{_between(metric, mean)}, {runs}"
         best = configurations[0]
         margin = _margin(metric, best.mean.value, mean.value)
-        if found.num_missed and not best.num_missed:
+        if found.num_missed * len(best.runs) > best.num_missed * num_runs:
             margin = "with values of more seeds than"
         is_equal = found.is_equal or margin is None
         places.append(
@@ -510,6 +516,8 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
         margin = (
             f"{number(final.ratio.value, 3)} times ({interval}) faster than"
         )
+        if final.ratio.low <= 1:
+            margin = "with the target met in more repeats than"
         time_s = final.time_s.value
         places.append(_Place(final.record, time_s, runs, final.equal, margin))
     return places
@@ -524,10 +532,10 @@ def _line(trials: Trials, places: Sequence[_Place]) -> str:
         return f"{head}; it is the only trial."
     if not others:
         return f"{head}; nothing else has a value to compare."
-    equal = []
-    for place in _tied(places):
-        name = _without_seed(trials, place.record)
-        equal.append(name.removeprefix("batch "))
+    equal = [
+        _without_seed(trials, place.record).removeprefix("batch ")
+        for place in _tied(places)
+    ]
     if not equal:
         following = _without_seed(trials, others[0].record)
         return f"{head}, {others[0].margin} the next, {following}."
@@ -563,6 +571,8 @@ def _achieved(objective: Objective, place: _Place) -> str:
     time = duration(place.value)
     if not is_repeated:
         time = span(record.missed_target_s, place.value)
+    if place.runs.startswith("at least"):
+        time = f"at least {time}"
     usd = _usd(record, place.value)
     if usd is not None:
         time += f" and {amount('usd_to_target', usd)}"
@@ -735,10 +745,11 @@ def largest_size(trials: Trials, as_good: Collection[str]) -> str:
     if not sizes or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[sizes[0]]))
-    tried = []
-    for record in trials.records:
-        if record.purpose == "trial" and record.config.get(sizes[0]) == size:
-            tried.append(record)
+    tried = [
+        record
+        for record in trials.records
+        if record.purpose == "trial" and record.config.get(sizes[0]) == size
+    ]
     if not tried:
         return ""
     scores = scores_of(trials.objective, tried)

@@ -96,10 +96,11 @@ def table(
 
 def _title(name: str, records: Records) -> str:
     counts = Counter(record.purpose for record in records)
-    said = []
-    for purpose in ("trial", "clone", "repeat"):
-        if counts[purpose]:
-            said.append(counted(counts[purpose], purpose))
+    said = [
+        counted(counts[purpose], purpose)
+        for purpose in ("trial", "clone", "repeat")
+        if counts[purpose]
+    ]
     return f"{name}: {', '.join(said) or 'no trials'}"
 
 
@@ -143,10 +144,11 @@ def _least_telling(
 ) -> list[Column]:
     """Return the columns that may be left out, the least informative first."""
     wanted = {"time to target", *objective.watched}
-    figures = {}
-    for column in found:
-        if column.is_figure and column.header not in wanted:
-            figures[column.header] = column
+    figures = {
+        column.header: column
+        for column in found
+        if column.is_figure and column.header not in wanted
+    }
     least = [
         figures.pop(header) for header in _LEAST_TELLING if header in figures
     ]

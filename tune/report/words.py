@@ -1,6 +1,7 @@
 """Trials, values and figures as text, for sentences, tables and axes; no I/O."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -118,10 +119,11 @@ def in_a_line(config: Mapping[str, Any]) -> str:
 
 def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return the step of a running trial's newest evaluation, and its figures."""
-    figures = []
-    for key, value in metrics.items():
-        if key.startswith(("val_", "train_l")):
-            figures.append(f"{key} {value:.4g}")
+    figures = [
+        f"{key} {value:.4g}"
+        for key, value in metrics.items()
+        if key.startswith(("val_", "train_l"))
+    ]
     step = ""
     if "step" in metrics:
         step = f"{metrics['step']:.0f}"
@@ -177,6 +179,8 @@ def span(low_s: float | None, high_s: float) -> str:
     last = duration(high_s)
     if low_s is None:
         return last
+    if high_s == math.inf:
+        return f"at least {duration(low_s)}"
     if low_s <= 0:
         return f"up to {last}"
     first = duration(low_s)

@@ -66,7 +66,7 @@ class Lap:
     early: float = 0.0
     """How much smaller `log_s` may be: the target was met between two evaluations."""
     late: float = 0.0
-    """How much larger `log_s` may be."""
+    """How much larger `log_s` may be; infinite if the target was missed."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Standing:
     high: float
     overlap: float
     """The part of the uncertainty in `low` that no number of repeats reduces."""
+    missed: float
+    """The share of its laps that missed the target, less the leader's share."""
 
     @property
     def is_slower(self) -> bool:
@@ -91,7 +93,7 @@ class Standing:
     def is_settled(self) -> bool:
         """Whether it is clearly slower than the leader, or clearly as good."""
         is_as_good = self.behind + self.half <= max(self.overlap, _TRIFLE)
-        return self.is_slower or is_as_good
+        return self.is_slower or (is_as_good and not self.missed)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ def race(
     racing = list(range(len(laps)))
     standings: list[Standing | None] = [None] * len(laps)
     for num_rounds in sorted({min(look, last_round) for look in LOOKS}):
-        missing = []
-        for number in range(num_rounds):
-            for at in racing:
-                if number not in laps[at]:
-                    missing.append((at, number))
+        missing = [
+            (at, number)
+            for number in range(num_rounds)
+            for at in racing
+            if number not in laps[at]
+        ]
         if missing:
             return Race(standings, missing)
         known = _known(laps, num_rounds)
@@ -154,7 +157,10 @@ def _known(
 def compare(
     laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]
 ) -> dict[int, Standing]:
-    """Compare each entrant with the leader: the one in `racing` with the least mean.
+    """Compare each entrant with the leader.
+
+    The leader is the one in `racing` that missed the target in the smallest
+    share of its laps; of several, the one with the least mean.
 
     Args:
         laps: The laps by entrant and round; each entrant has at least one lap.
@@ -163,7 +169,10 @@ def compare(
     columns: dict[Any, int] = {entrant: at for at, entrant in enumerate(laps)}
     cells = []
     known = []
+    missed = {}
     for entrant, own in laps.items():
+        misses = [lap.late == math.inf for lap in own.values()]
+        missed[entrant] = statistics.fmean(misses)
         for number, lap in own.items():
             column = columns.setdefault(f"round {number}", len(columns))
             cells.append((columns[entrant], column))
@@ -180,8 +189,11 @@ def compare(
     num_rivals = max(1, len(laps) - 1)
     level = 1 - LEVEL / 2 / num_rivals / len(LOOKS)
     width = spread * student_t(REPEATS_WEIGHT + num_free, level)
-    leader = min(racing, key=lambda entrant: float(effects[columns[entrant]]))
-    found = {leader: Standing(0.0, 0.0, 0.0, 0.0, 0.0)}
+    leader = min(
+        racing,
+        key=lambda entrant: (missed[entrant], effects[columns[entrant]]),
+    )
+    found = {leader: Standing(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)}
     leader_early, leader_late = _early_and_late(laps[leader].values())
     for entrant in laps.keys() - {leader}:
         contrast = np.zeros(len(columns))
@@ -193,7 +205,12 @@ def compare(
         overlap = early + leader_late
         high = behind + late + leader_early + half
         found[entrant] = Standing(
-            behind, half, behind - overlap - half, high, overlap
+            behind,
+            half,
+            behind - overlap - half,
+            high,
+            overlap,
+            missed[entrant] - missed[leader],
         )
     return found
 
@@ -346,18 +363,16 @@ def _standing(
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
     """Return a repeat as a run of the race, or None if it has no time.
 
-    A repeat that trained to its end without meeting the target counts with its
-    whole training time. A repeat that a user has stopped has no time.
+    A repeat that trained to its end without meeting the target takes at least
+    its whole training time. A repeat that a user has stopped has no time.
     """
     time_s = crossing_s(objective, record)
     if time_s is None:
-        if record.is_censored:
-            return None
         trained = [row.get("train_time_s", 0.0) for row in record.curve]
         whole_s = max(trained, default=0.0)
-        if not record.finished or whole_s <= 0:
+        if record.is_censored or not record.finished or whole_s <= 0:
             return None
-        return Lap(math.log(whole_s))
+        return Lap(math.log(whole_s), late=math.inf)
     lost_s = (
         record.disturbed_s or 0.0
     )  # some of it perhaps after the target was met
@@ -430,7 +445,13 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
     width = student_t(REPEATS_WEIGHT + num_free, 0.975) * _pooled(
         squares, num_free
     )
-    groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
+    groups.sort(
+        key=lambda group: (
+            group[0].missed,
+            group[0].is_slower,
+            group[0].behind,
+        )
+    )
     return [
         _final(standing, record, runs, laps, width / math.sqrt(len(laps)))
         for standing, record, runs, laps in groups
@@ -457,7 +478,7 @@ def _final(
         len(laps),
         sum(run.time_to_target_s is None for run in runs),
         _exponential(standing.behind, standing.low, standing.high),
-        not standing.is_slower,
+        not (standing.is_slower or standing.missed),
     )
 
 
@@ -486,7 +507,9 @@ def most_ahead(records: Records, found: Sequence[Final]) -> float | None:
     if found:
         best_s = found[0].latest_s
         num_repeats = found[0].repeats
-        ratios += [_ratio(1.0, final.ratio.low) for final in found[1:]]
+        ratios += [
+            _ratio(1.0, final.ratio.low) for final in found[1:] if final.equal
+        ]
         repeated = {trial_id(final.record.config) for final in found}
         others = [
             record
@@ -520,12 +543,13 @@ def pressure(records: Records, repeats: bool = False) -> float | None:
     Returns:
         The median; None if nothing is known.
     """
-    known = []
-    for record in records:
-        is_repeat = record.purpose == "repeat"
-        is_asked = is_repeat is repeats and record.finished
-        if is_asked and record.cpu_pressure is not None:
-            known.append(record.cpu_pressure)
+    known = [
+        record.cpu_pressure
+        for record in records
+        if (record.purpose == "repeat") is repeats
+        and record.finished
+        and record.cpu_pressure is not None
+    ]
     return statistics.median(known) if known else None
 
 

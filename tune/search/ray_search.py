@@ -3,8 +3,10 @@
 No other file in this folder imports Ray.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ray import tune
@@ -34,6 +36,8 @@ from tune.trials.record import (
     value_of,
 )
 from tune.trials.record import trial_id as name_of
+
+logger = logging.getLogger(__name__)
 
 _MOST_EVALUATIONS = 10_000
 _WORTH_S = 10.0
@@ -77,8 +81,8 @@ def searcher(
 ) -> Any:
     """Return the search algorithm for Tune, limited to `lanes` trials at a time.
 
-    `before` are the trials of an earlier start. Optuna continues from them;
-    the other algorithms choose the same trials again.
+    `before` are the trials of an earlier start. Optuna continues from those
+    that the space holds; the other algorithms choose the same trials again.
     """
     if config.around is not None:
         return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
@@ -92,18 +96,30 @@ def _optuna_search(
     config: SweepConfig, before: Sequence[TrialRecord], seed: int
 ) -> Any:
     import optuna
+    from optuna.trial import create_trial
     from ray.tune.search.optuna import OptunaSearch
 
     # The sweep logs its own line for each trial.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    known = [record for record in before if not record.is_censored]
-    rewards = [reward(config.objective, record) for record in known]
+    ranges = OptunaSearch.convert_search_space(tune_space(config))
+    known = []
+    rewards = []
+    for record in before:
+        value = reward(config.objective, record)
+        trial = record.config
+        # not if the space lacks it, or if a user has stopped it
+        with suppress(ValueError):
+            create_trial(value=value, params=trial, distributions=ranges)
+            known.append(trial)
+            rewards.append(value)
+    if len(known) < len(before):
+        logger.info("search: uses %d of %d trials", len(known), len(before))
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
         # Otherwise a resumed search would draw its first random trials again.
         seed=seed + len(before),
-        points_to_evaluate=[record.config for record in known],
+        points_to_evaluate=known,
         evaluated_rewards=rewards or None,
     )
 

@@ -46,8 +46,8 @@ def key_of(tree: Tree, device_name: str) -> str:
     `tree` is the run's configuration as plain data, `device_name` the GPU's
     name and memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed,
     the length and the global batch size of a task's run change no tensor's
-    size, so they are left out. For a training function, only the batch size
-    and floats are left out.
+    size, so they are left out. For a training function, they are known by
+    their usual names.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):

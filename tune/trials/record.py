@@ -274,10 +274,11 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     if goal is None or before is None or not before < time_s:
         return Interval(time_s, time_s, time_s)
     metric = goal.metric
-    values = {}
-    for row in record.curve:
-        if "train_time_s" in row and metric in row:
-            values[row["train_time_s"]] = row[metric]
+    values = {
+        row["train_time_s"]: row[metric]
+        for row in record.curve
+        if "train_time_s" in row and metric in row
+    }
     missed = values.get(before, math.nan)
     met = values.get(time_s, math.nan)
     way = 1.0
