@@ -24,9 +24,11 @@ FUNCTION_IDENTITY = ("train_func", "train_loop_config")
 """Keys that decide what is learned."""
 _CONFIG = "train_loop_config"
 _NO_SIZES = (
+    "dropout",
     "epochs",
     "learning_rate",
     "lr",
+    "momentum",
     "num_epochs",
     "seed",
     "weight_decay",
