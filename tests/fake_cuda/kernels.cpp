@@ -225,9 +225,9 @@ class Call {
     return at::cuda::detail::getDefaultCUDAGenerator();
   }
 
-  // The CPU has only a reference of this backward pass in float16, ten times slower.
+  // The CPU has only references of these in float16 (some have a forward pass), ten times slower.
   bool needs_float32() const {
-    return op_.schema().name() == "aten::convolution_backward" && arguments_[0].toTensor().dtype() == at::kHalf;
+    return op_.schema().name().starts_with("aten::convolution") && arguments_[0].toTensor().dtype() == at::kHalf;
   }
 
   static void convert(Stack& values, at::ScalarType type) {
