@@ -135,7 +135,7 @@ Command = Callable[..., Done]
 
 FIRST = ("nice", "-n", "-10", sys.executable)
 """Python before the tests that run beside it, where it is root's: Ray's raylet
-has 30 s to start, and no setting changes that.
+gives its agents 15 s to start, and no setting changes that.
 """
 
 

@@ -34,9 +34,10 @@ class Talking(Blobs):
     its files from the command's directory, by Ray as without it.
     """
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=False, seen=None):
         super().__init__(pause_s=0.02)
         self.fails = fails
+        self.seen = seen
 
     def setup(self):
         assert Path("tests/commands/test_output.py").is_file(), Path.cwd()
@@ -44,6 +45,8 @@ class Talking(Blobs):
     def on_evaluate(self, figures, step):
         print(f"own words at step {step}: " + "x" * 150)
         print(f"own warning at step {step}", file=sys.stderr)
+        if self.seen:
+            until(Path(self.seen).exists, "what has been printed")
         if self.fails:
             raise ValueError("the user's own")
 
@@ -90,9 +93,9 @@ class Seen:
         return rows
 
 
-def on_terminal(*args, number=None, at="", ray_address=None):
+def on_terminal(*args, number=None, at="", hear=str, **environment):
     """Run `python ARGS` on a terminal of its own; send it a signal once it has
-    said `at`.
+    said `at`. `hear` is called with all that it has said.
     """
     settings = {
         key: one
@@ -100,8 +103,7 @@ def on_terminal(*args, number=None, at="", ray_address=None):
         if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")
     }
     settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)}
-    if ray_address is not None:
-        settings["RAY_ADDRESS"] = ray_address
+    settings |= environment
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(REPOSITORY)
@@ -122,6 +124,7 @@ def on_terminal(*args, number=None, at="", ray_address=None):
         if number is not None and at.encode() in text:
             os.kill(pid, number)
             number = None
+        hear(text.decode(errors="replace"))
         return False
 
     until(has_ended, lambda: text.decode(), every_s=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, Cluster, free_port
+from tests.on_ray.nodes import ray_start
 from tests.waits import until
 
 
@@ -37,22 +38,24 @@ def cluster():
         # are other tests.
         "RAY_worker_niceness": "0",
     }
-    # fmt: off
-    head = subprocess.Popen(
-        # root's: as the hosts of the lab, before the tests that run beside it
-        ["nice", "-n", "-10",
-         # also where a test that hangs has ended this process
-         "setpriv", "--pdeathsig=TERM",
-         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
-         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
-         f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
-         "--include-log-monitor=true"],
-        env=environment, stdout=(directory / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    log = directory / "head.log"
+    head = ray_start(
+        "--head",
+        "--num-cpus=2",
+        f"--port={gcs_port}",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+        f"--temp-dir={directory}",
+        "--include-log-monitor=true",
+        is_up=lambda: (
+            log.exists() and "Ray runtime started" in log.read_text()
+        ),
+        env=environment,
+        stdout=log.open("a"),
+        stderr=subprocess.STDOUT,
     )
-    # fmt: on
     try:
-        log = directory / "head.log"
-        until(lambda: "Ray runtime started" in log.read_text(), log.read_text)
         with pytest.MonkeyPatch.context() as patch:
             # A Python for each group of workers that only watches for drained
             # nodes; the lab's hosts are drained.

@@ -3,17 +3,15 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.conftest import Cluster, free_port
+from tests.conftest import FIRST, Cluster, free_port
 from tests.waits import until
-
-RAY = str(Path(sys.executable).parent / "ray")
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,12 @@ def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
     would still use it for half a minute.
     """
     known = _alive(driver)
-    # fmt: off
-    command = [
-        RAY, "start", f"--address={cluster.address}", f"--num-cpus={cpus}", "--block", "--disable-usage-stats",
-        f"--dashboard-agent-listen-port={free_port()}",
-    ]
-    # fmt: on
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    raylet = subprocess.Popen(command, start_new_session=True, **quiet)
+    raylet = ray_start(
+        f"--address={cluster.address}",
+        f"--num-cpus={cpus}",
+        is_up=lambda: _alive(driver) - known,
+    )
     try:
-        until(lambda: _alive(driver) - known, "the node")
         [new] = _alive(driver) - known
         yield Node(new, raylet)
     finally:
@@ -57,6 +51,39 @@ def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
             raylet.wait(20)
         Node("", raylet).cut_power()
         until(lambda: not _alive(driver) - known, "the node's end")
+
+
+def ray_start(
+    *options: str, is_up: Callable[[], object], **process: Any
+) -> subprocess.Popen[bytes]:
+    """`ray start`, once its node is up; started again where Ray has given up,
+    since its raylet gives its agents 15 s to start, on a busy machine, too.
+    """
+    command = [
+        # also where a test that hangs has ended this process
+        "setpriv",
+        "--pdeathsig=TERM",
+        *FIRST,
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        f"--dashboard-agent-listen-port={free_port()}",
+        *options,
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def started() -> object:
+        if not nodes or nodes[-1].poll() is not None:
+            new = subprocess.Popen(
+                command, start_new_session=True, **(quiet | process)
+            )
+            nodes.append(new)
+        return is_up()
+
+    until(started, "a node of Ray")
+    return nodes[-1]
 
 
 def _alive(driver: Any) -> set[str]:
