@@ -3,12 +3,13 @@
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import FIRST, REPOSITORY
+from tests.conftest import REPOSITORY
 from tests.waits import HANG_S
 
 pytestmark = pytest.mark.ray
@@ -33,7 +34,7 @@ def stranger(home, *command, excused=NOTHING):
         prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True
     ) as temporary:
         done = subprocess.run(
-            [*FIRST, *command],
+            [sys.executable, *command],
             cwd=REPOSITORY,
             env={
                 "PATH": os.environ["PATH"],

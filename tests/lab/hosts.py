@@ -39,10 +39,6 @@ from tests.waits import HANG_S, until
 NETWORK = "10.77.0"
 CONTROL = "ctl"
 REPOSITORY = Path(__file__).parents[2]
-_FIRST = ("nice", "-n", "-10")
-"""A host has its processor before the tests that run beside it: a node that
-gets no turn for long counts as dead.
-"""
 NEEDED = (
     "/usr/sbin/sshd",
     "ssh",
@@ -436,7 +432,6 @@ class Lab:
         assignments = [f"{key}={value}" for key, value in settings.items()]
         spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", f"--wd={cwd}"]
         return [
-            *_FIRST,
             "nsenter",
             f"--target={self._inits[name]}",
             *spaces,
@@ -521,7 +516,6 @@ def _unshare() -> list[str]:
         "--mount-proc",
     ]
     return [
-        *_FIRST,
         "setpriv",
         "--pdeathsig=KILL",
         "unshare",

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tests.conftest import FIRST, Cluster, free_port
+from tests.conftest import Cluster, free_port
 from tests.waits import until
 
 
@@ -63,7 +63,6 @@ def ray_start(
         # also where a test that hangs has ended this process
         "setpriv",
         "--pdeathsig=TERM",
-        *FIRST,
         str(Path(sys.executable).parent / "ray"),
         "start",
         "--block",
