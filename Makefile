@@ -28,10 +28,10 @@ test: install
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 $(BY_FILE) \
 	  tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
-# The lab (skipped without root) and what shares one Ray cluster mostly wait, and what needs a GPU runs on a CUDA that needs
-# none: each runs beside all else, one test after the other, and what it says comes at its end.
+# The lab (skipped without root) and what shares one Ray cluster mostly wait: each runs beside all else, one test after the
+# other, and after the lab what needs a GPU, on a CUDA that needs none. What they say comes at their ends.
 test-all: install
-	+$(MAKE) --no-print-directory --jobs 4 test-lab test-ray test-fake test-rest
+	+$(MAKE) --no-print-directory --jobs 3 test-lab test-ray test-rest test-fake
 
 beside = mkdir -p build; $(BIN)/python $(1) >build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
 
