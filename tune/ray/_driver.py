@@ -21,6 +21,7 @@ from ray import cloudpickle
 from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
+from trainers.on_ray.internals import without_cleaner
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
@@ -30,9 +31,13 @@ from tune.ray._controller import (
     own_place,
     reports_of_trial,
     stops,
-    without_helpers,
 )
-from tune.ray_internals import DataParallelTrainer, get_session, set_session
+from tune.ray_internals import (
+    DataParallelTrainer,
+    DatasetsCallback,
+    get_session,
+    set_session,
+)
 
 
 class DriverSession:
@@ -148,7 +153,10 @@ class _InLane(DataParallelTrainer):
     pool: Any
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
-        given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
+        # The pool takes back a dead trial's lane, and a trial without datasets
+        # needs no actor for them.
+        needless = () if self.datasets else (DatasetsCallback,)
+        given["callbacks"] = without_cleaner(given["callbacks"], *needless)
         return LaneController(self.pool, **given).fit()
 
 
