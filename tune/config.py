@@ -10,13 +10,11 @@ from pydantic import AfterValidator, Field, model_validator
 from trainers.config import TrainConfig
 from trainers.config.model import Settings
 from trainers.config.sections import (
-    NAME,
-    NAME_RULE,
-    PATH,
-    PATH_RULE,
     Count,
     Mode,
+    Place,
     Positive,
+    RunName,
     Seconds,
     check_direction,
     check_metric,
@@ -279,19 +277,9 @@ class SweepConfig(Settings):
         for name, meant in TrainConfig.foreign.items()
     } | by_name(_NAMES)
 
-    name: str = Field(
-        default="sweep",
-        pattern=NAME,
-        examples=["digits-sweep"],
-        json_schema_extra={"rule": NAME_RULE},
-    )
+    name: RunName = Field(default="sweep", examples=["digits-sweep"])
     """Name of the sweep: its directory below `storage_path`."""
-    storage_path: str | None = Field(
-        default=None,
-        pattern=PATH,
-        examples=["s3://bucket/sweeps"],
-        json_schema_extra={"rule": PATH_RULE},
-    )
+    storage_path: Place = Field(default=None, examples=["s3://bucket/sweeps"])
     """Where sweeps are kept: a directory or any pyarrow.fs URI (default
     $PACELINE_STORAGE, else ./results).
     """
