@@ -67,7 +67,7 @@ class Objective(Settings):
     """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, or any
     metric that the task reports (val_loss, ...).
     """
-    mode: Mode | None = Field(default=None)
+    mode: Mode | None = None
     """min or max; not needed for *_to_target, samples_per_s and other measured
     metrics, nor for metrics of known direction (see `early_stopping.mode`).
     """
@@ -308,13 +308,13 @@ class SweepConfig(Settings):
         default_factory=lambda: Objective(metric="val_loss")
     )
     """The metric that decides which trial is best, and its target."""
-    search: Literal["grid", "random", "optuna"] = Field(default="grid")
+    search: Literal["grid", "random", "optuna"] = "grid"
     """How trials are chosen: grid tries every combination of the lists, random
     draws values, and optuna (TPE) draws near the values of good trials.
 
     Draws depend on the run's `seed` (0 with a `train_func`).
     """
-    scheduler: Literal["none", "asha"] = Field(default="none")
+    scheduler: Literal["none", "asha"] = "none"
     """none, or asha, which stops bad trials early, judged by their evaluations."""
     lanes: Literal["auto"] | Positive = Field(
         default="auto",
@@ -326,7 +326,7 @@ class SweepConfig(Settings):
     """Number of worker groups that run trials in parallel; auto: as many as
     fit on the cluster once it has fully grown.
     """
-    isolation: Literal["warm", "fresh"] = Field(default="warm")
+    isolation: Literal["warm", "fresh"] = "warm"
     """warm: each trial is a fork of a process that has imported torch and the
     task; fresh: each trial is a new interpreter.
     """
