@@ -22,7 +22,7 @@ from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
 from trainers.on_ray.internals import without_cleaner
-from tune.forks.child import Channel, TrialStopped
+from tune.forks.child import Channel, TrialStopped, make_absolute
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
 from tune.ray._controller import (
@@ -51,6 +51,7 @@ class DriverSession:
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
         """Report through the session of the trial's actor."""
+        make_absolute(checkpoint)
         self.ask("report", metrics, checkpoint=checkpoint)
 
     def _get_or_create_inter_actor_queue(self) -> Any:
