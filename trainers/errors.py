@@ -165,10 +165,7 @@ class ConfigErrors(ConfigError):  # noqa: N818 (several of them)
     """Several ConfigErrors, shown one per line."""
 
     def __init__(self, errors: list[ConfigError]) -> None:
-        first = errors[0]
-        super().__init__(
-            first.field, first.value, first.rule, first.fix, first.source
-        )
+        super().__init__(*errors[0].args)
         self.errors = errors
         self.args = (errors,)  # pickle rebuilds the error from these
 
@@ -249,9 +246,8 @@ class RunFailedError(PacelineError):
         self.config = config
         self.smaller = smaller
         self.follows = follows
-        self.exit_code = (
-            ConfigError.exit_code if config else PacelineError.exit_code
-        )
+        if config:
+            self.exit_code = ConfigError.exit_code
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
@@ -411,11 +407,9 @@ def disk_is_full(error: BaseException) -> bool:
 
 def shorten(names: Sequence[str]) -> str:
     """Return the first few names, as text for a message."""
-    more = (
-        f" and {len(names) - _MOST_NAMED} more"
-        if len(names) > _MOST_NAMED
-        else ""
-    )
+    more = ""
+    if len(names) > _MOST_NAMED:
+        more = f" and {len(names) - _MOST_NAMED} more"
     return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + more
 
 

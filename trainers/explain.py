@@ -35,7 +35,6 @@ from trainers.devices.group import Group
 from trainers.errors import PacelineError, first_line
 from trainers.launch.process import end_at_once
 from trainers.launch.spec import (
-    Answer,
     Job,
     RunSpec,
     make_spec,
@@ -45,7 +44,7 @@ from trainers.launch.spec import (
 from trainers.loop.build import build_replica
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.figures import findings, student_t
-from trainers.measure.result import Pauses, RunResult
+from trainers.measure.result import Answer, Pauses, RunResult
 from trainers.model.optimizer import optimizers_of
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync

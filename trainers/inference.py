@@ -51,7 +51,6 @@ from trainers.errors import (
 from trainers.launch.process import end_at_once
 from trainers.launch.spec import (
     MARK,
-    Answer,
     Job,
     RunSpec,
     make_spec,
@@ -59,7 +58,7 @@ from trainers.launch.spec import (
     read_mapping,
 )
 from trainers.loop.data import load_same, tell_samples
-from trainers.measure.result import RunResult
+from trainers.measure.result import Answer, RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.precision import (
     PrecisionSpec,

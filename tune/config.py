@@ -10,13 +10,11 @@ from pydantic import AfterValidator, Field, model_validator
 from trainers.config import TrainConfig
 from trainers.config.model import Settings
 from trainers.config.sections import (
-    NAME,
-    NAME_RULE,
-    PATH,
-    PATH_RULE,
     Count,
     Mode,
+    Place,
     Positive,
+    RunName,
     Seconds,
     check_direction,
     check_metric,
@@ -69,7 +67,7 @@ class Objective(Settings):
     """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, or any
     metric that the task reports (val_loss, ...).
     """
-    mode: Mode | None = Field(default=None)
+    mode: Mode | None = None
     """min or max; not needed for *_to_target, samples_per_s and other measured
     metrics, nor for metrics of known direction (see `early_stopping.mode`).
     """
@@ -279,19 +277,9 @@ class SweepConfig(Settings):
         for name, meant in TrainConfig.foreign.items()
     } | by_name(_NAMES)
 
-    name: str = Field(
-        default="sweep",
-        pattern=NAME,
-        examples=["digits-sweep"],
-        json_schema_extra={"rule": NAME_RULE},
-    )
+    name: RunName = Field(default="sweep", examples=["digits-sweep"])
     """Name of the sweep: its directory below `storage_path`."""
-    storage_path: str | None = Field(
-        default=None,
-        pattern=PATH,
-        examples=["s3://bucket/sweeps"],
-        json_schema_extra={"rule": PATH_RULE},
-    )
+    storage_path: Place = Field(default=None, examples=["s3://bucket/sweeps"])
     """Where sweeps are kept: a directory or any pyarrow.fs URI (default
     $PACELINE_STORAGE, else ./results).
     """
@@ -320,13 +308,13 @@ class SweepConfig(Settings):
         default_factory=lambda: Objective(metric="val_loss")
     )
     """The metric that decides which trial is best, and its target."""
-    search: Literal["grid", "random", "optuna"] = Field(default="grid")
+    search: Literal["grid", "random", "optuna"] = "grid"
     """How trials are chosen: grid tries every combination of the lists, random
     draws values, and optuna (TPE) draws near the values of good trials.
 
     Draws depend on the run's `seed` (0 with a `train_func`).
     """
-    scheduler: Literal["none", "asha"] = Field(default="none")
+    scheduler: Literal["none", "asha"] = "none"
     """none, or asha, which stops bad trials early, judged by their evaluations."""
     lanes: Literal["auto"] | Positive = Field(
         default="auto",
@@ -338,7 +326,7 @@ class SweepConfig(Settings):
     """Number of worker groups that run trials in parallel; auto: as many as
     fit on the cluster once it has fully grown.
     """
-    isolation: Literal["warm", "fresh"] = Field(default="warm")
+    isolation: Literal["warm", "fresh"] = "warm"
     """warm: each trial is a fork of a process that has imported torch and the
     task; fresh: each trial is a new interpreter.
     """

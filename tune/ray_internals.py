@@ -15,9 +15,6 @@ from ray._private.dict import flatten_dict
 from ray.train._internal import session
 from ray.train._internal.session import get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import (
-    PlacementGroupCleanerCallback,
-)
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
@@ -106,7 +103,6 @@ __all__ = [  # noqa: RUF022 # (grouped by purpose)
     # not need.
     "ControllerCallback",
     "DatasetsCallback",
-    "PlacementGroupCleanerCallback",
     "StateManagerCallback",
     "WorkerGroupCallback",
     # Ray's conversions of a worker's resources and of nested metrics.

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 PRICES = Path(__file__).with_name("prices.csv")
 
 # Ray counts resources in units of 1/10000, and a float sum such as 3 * 0.1 has
@@ -205,17 +207,8 @@ def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
 def read_prices() -> tuple[Price, ...]:
     """Return all rows of prices.csv."""
     with PRICES.open(newline="", encoding="utf-8") as stream:
-        return tuple(
-            Price(
-                provider=row["provider"],
-                instance_type=row["instance_type"],
-                region=row["region"],
-                gpus=int(row["gpus"]),
-                vcpus=int(row["vcpus"]),
-                usd_per_hour=float(row["usd_per_hour"]),
-                spot_usd_per_hour=float(row["spot_usd_per_hour"])
-                if row["spot_usd_per_hour"]
-                else None,
-            )
+        rows = [
+            {name: value or None for name, value in row.items()}
             for row in csv.DictReader(stream)
-        )
+        ]
+    return TypeAdapter(tuple[Price, ...]).validate_python(rows)

@@ -25,20 +25,24 @@ Ends = Annotated[
 Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
 # The longest that every clock and lock accepts.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
-PATH = r"^[^\x00-\x1f\x7f]+$"
-PATH_RULE = "must be a path or URI, without control characters"
 RunName = Annotated[
     str,
     Field(
-        pattern=NAME,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         examples=["digits"],
-        json_schema_extra={"rule": NAME_RULE},
+        json_schema_extra={
+            "rule": "must be at most 128 letters, digits, `.`, `_` and `-`"
+        },
     ),
 ]
 Place = Annotated[
-    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+    str | None,
+    Field(
+        pattern=r"^[^\x00-\x1f\x7f]+$",
+        json_schema_extra={
+            "rule": "must be a path or URI, without control characters"
+        },
+    ),
 ]
 AutoOrBool = Annotated[
     Literal["auto"] | bool,

@@ -6,7 +6,6 @@ Environment read: RANK, WORLD_SIZE and what else torchrun sets.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ from typing import (
     ClassVar,
     Generic,
     Literal,
-    Protocol,
     TypeVar,
 )
 
@@ -39,6 +37,7 @@ from trainers.launch.user_code import (
 )
 from trainers.lease import fenced
 from trainers.loop.watchdog import watched
+from trainers.measure.result import Answer
 from trainers.output import TORCHRUN
 from trainers.storage import Storage, parse_json, storage_uri
 
@@ -49,23 +48,7 @@ MARK = "config.yaml"
 """The file that marks a directory as a run's."""
 
 
-class Result(Protocol):
-    """What a worker returns."""
-
-    def to_json(self) -> str:
-        """Return the result as JSON, to pass it between processes."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A result that consists of plain data."""
-
-    def to_json(self) -> str:
-        """Return the result as JSON, to pass it between processes."""
-        return json.dumps(asdict(self))
-
-
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound=Answer)
 
 
 @dataclass(frozen=True)

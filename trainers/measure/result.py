@@ -30,7 +30,16 @@ class Pauses:
 
 
 @dataclass(frozen=True)
-class RunResult:
+class Answer:
+    """What a worker returns: plain data."""
+
+    def to_json(self) -> str:
+        """Return the result as JSON, for files and other processes."""
+        return json.dumps(asdict(self), indent=2)
+
+
+@dataclass(frozen=True)
+class RunResult(Answer):
     """How a run ended; stored as `result.json` next to its checkpoints."""
 
     status: Status
@@ -90,10 +99,6 @@ class RunResult:
     """What makes the figures doubtful: a loss that is not a mean, validation
     samples in training.
     """
-
-    def to_json(self) -> str:
-        """Return the content of `result.json`."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         """Return the result as text for the user."""

@@ -163,12 +163,19 @@ def _norms(block: nn.Module) -> list[Any]:
 
 
 def _contexts(block: nn.Module, mode: str) -> tuple[Any, Any]:
-    """Return the contexts of a block's first pass and of its recomputation."""
+    """Return the contexts of a block's first pass and of its recomputation.
+
+    Call this before the first pass. Within the second context, buffers have
+    the values from before the first pass; afterwards they get their later
+    values back.
+    """
     first: Any = contextlib.nullcontext()
     second: Any = contextlib.nullcontext()
     if mode == "selective":
         first, second = _selective(_policy)
-    return first, _second_pass(block, second)
+    buffers = [buffer.detach() for buffer in _buffers(block).values()]
+    before = [buffer.clone() for buffer in buffers]
+    return first, _as_before(_norms(block), buffers, before, second)
 
 
 def _policy(
@@ -177,17 +184,6 @@ def _policy(
     if operator in _KEPT_PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _second_pass(block: nn.Module, inner: Any) -> Any:
-    """Return the context of the recomputation; call this before the first pass.
-
-    Within the context, buffers have the values from before the first pass;
-    afterwards they get their later values back.
-    """
-    buffers = [buffer.detach() for buffer in _buffers(block).values()]
-    before = [buffer.clone() for buffer in buffers]
-    return _as_before(_norms(block), buffers, before, inner)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -33,22 +34,21 @@ def start(session: str, directory: Path | None = None) -> Callable[[], None]:
     command = [sys.executable, "-I", "-S", __file__, session]
     if directory is not None:
         command.append(str(directory))
-    # `held` is closed when this process ends, if not before.
-    end, held = os.pipe()
-    streams = [
-        (os.POSIX_SPAWN_DUP2, end, 0),
-        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
-    ]
-    pid = os.posix_spawn(
-        sys.executable, command, os.environ, file_actions=streams, setsid=True
+    # Its standard input ends when this process does, if not before.
+    reaper = subprocess.Popen(  # noqa: S603 (a script of ours)
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    os.close(end)
+    assert reaper.stdin is not None
+    held = reaper.stdin
 
     def let_go() -> None:
-        os.close(held)
+        held.close()
         # The reaper may wait for Ray's last processes; this process need not.
-        threading.Thread(target=os.waitpid, args=(pid, 0), daemon=True).start()
+        threading.Thread(target=reaper.wait, daemon=True).start()
 
     return let_go
 

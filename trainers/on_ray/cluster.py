@@ -137,7 +137,10 @@ def _init_embedded(show_workers: bool) -> None:
         ):
             _init_patiently(show_workers)
     except Exception as error:  # as above
-        raise ClusterError(_not_started(error)) from error
+        where = f"its newest logs in {ray_directory()} say why; on a busy machine, try again"
+        raise ClusterError(
+            f"Ray did not start on this machine: {first_line(error)} ({where})"
+        ) from error
     finally:
         keep_on_loopback(before)
 
@@ -282,11 +285,6 @@ def disconnect() -> None:
             ray.shutdown()  # if a cluster was joined
     finally:
         impatient.cancel()
-
-
-def _not_started(error: Exception) -> str:
-    where = f"its newest logs in {ray_directory()} say why; on a busy machine, try again"
-    return f"Ray did not start on this machine: {first_line(error)} ({where})"
 
 
 def _not_joined(address: str, error: Exception) -> str:

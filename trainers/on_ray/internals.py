@@ -282,19 +282,22 @@ def controller_logging(quiet: bool) -> dict[str, Any]:
     return {"logging_config": kind(log_level="WARNING")}
 
 
-def without_cleaner(callbacks: list[Any]) -> list[Any]:
+def without_cleaner(callbacks: list[Any], *others: type) -> list[Any]:
     """Return a trainer's callbacks without those that free what a dead controller had.
 
     Their actor asks the dashboard whether the controller is alive. Without a
     dashboard, or with two clusters on a machine, that actor does not end with
-    the run, or ends with an error.
+    the run, or ends with an error. Callbacks of the classes `others` are left
+    out, too.
     """
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback as Cleaner,
     )
 
     return [
-        callback for callback in callbacks if not isinstance(callback, Cleaner)
+        callback
+        for callback in callbacks
+        if not isinstance(callback, (Cleaner, *others))
     ]
 
 

@@ -57,10 +57,6 @@ class Channel:
 
     def call(self, method: str, *args: Any, **given: Any) -> Any:
         """Call a method on the other side; return its result, or raise its error."""
-        # The other side's working directory may be another.
-        checkpoint = given.get("checkpoint")
-        if checkpoint and checkpoint.filesystem.type_name == "local":
-            checkpoint.path = str(Path(checkpoint.path).absolute())
         with self._lock:
             self._connection.send_bytes(pack((method, args, given)))
             raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the requester)
@@ -72,6 +68,12 @@ class Channel:
         """Send the trial's outcome, if the other side is still there."""
         with self._lock, suppress(BrokenPipeError):
             self._connection.send_bytes(pack((END, (outcome,), {})))
+
+
+def make_absolute(checkpoint: Any) -> None:
+    """Make a local checkpoint's path absolute, for a process in another directory."""
+    if checkpoint and checkpoint.filesystem.type_name == "local":
+        checkpoint.path = str(Path(checkpoint.path).absolute())
 
 
 def pack(value: Any) -> bytes:

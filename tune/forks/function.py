@@ -34,6 +34,7 @@ from tune.forks.child import (
     TrialStopped,
     as_error,
     imported_libraries,
+    make_absolute,
 )
 from tune.ray_internals import (
     PublicContext,
@@ -97,12 +98,16 @@ class ForkUtils(TrainFnUtils):
         self.channel = channel
         self._context = context
 
-    report = _asked("report")
     get_checkpoint = _asked("get_checkpoint")
     get_all_reported_checkpoints = _asked("get_all_reported_checkpoints")
     get_preemption_info = _asked("get_preemption_info")
     barrier = _asked("barrier")
     broadcast_from_rank_zero = _asked("broadcast_from_rank_zero")
+
+    def report(self, *args: Any, **given: Any) -> None:
+        """Do the same as Ray's method."""
+        make_absolute(given.get("checkpoint"))
+        self.channel.call("report", *args, **given)
 
     def get_dataset_shard(self, *args: Any, **given: Any) -> Any:
         """Do the same as Ray's method."""

@@ -28,12 +28,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
 from trainers.launch.process import embedded
+from trainers.on_ray.internals import without_cleaner
 from trainers.on_ray.worker_group import SharingBackend, as_failure
 from tune.ray_internals import (
     ControllerCallback,
     DatasetsCallback,
     FixedScalingPolicy,
-    PlacementGroupCleanerCallback,
     StateManagerCallback,
     TrainController,
     Worker,
@@ -55,15 +55,6 @@ _LOOK_S = 0.2
 _MAKE_S = 10.0
 """The longest that Ray takes to create a group that fits, on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
-_NOWHERE = (
-    # starts an actor that manages the run's Ray datasets; a lane has none
-    DatasetsCallback,
-    # frees what a dead controller had reserved; a lane's controller dies with
-    # the driver, and then Ray frees the lane's resources
-    PlacementGroupCleanerCallback,
-    # lists the runs whose controllers are actors
-    StateManagerCallback,
-)
 
 
 def beside_driver() -> dict[str, Any]:
@@ -386,11 +377,13 @@ def lane_trainer(room: Room) -> "type[TorchTrainer]":
     class LaneTrainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
             callbacks = super()._create_default_callbacks()  # type: ignore[misc] # typed as in the first version of Ray Train
-            return [
-                callback
-                for callback in callbacks
-                if not isinstance(callback, _NOWHERE)
-            ]
+            # A lane's controller dies with the driver, and then Ray frees the
+            # lane's resources.
+            return without_cleaner(
+                callbacks,
+                DatasetsCallback,  # starts an actor; a lane has no datasets
+                StateManagerCallback,  # lists runs whose controllers are actors
+            )
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
             return LaneController(room, **given).fit()

@@ -186,24 +186,22 @@ class Lanes:
         # If the mailbox has died, the driver reports that.
         with contextlib.suppress(ray.exceptions.ActorDiedError):
             self._wait_for_turn(lane)
-            if not self._settled.is_set():
-                self._keep_up(lane)
-
-    def _keep_up(self, lane: int) -> None:
-        for failed in range(1, _MAX_FAILED_STARTS + 1):
-            try:
-                self._fit(lane)
+            if self._settled.is_set():
                 return
-            except LaneEnded:
-                return
-            except Exception as error:
-                if lane in self._ended:
+            for failed in range(1, _MAX_FAILED_STARTS + 1):
+                try:
+                    self._fit(lane)
                     return
-                logger.warning("lane %d ended: %s", lane, last_line(error))
-                ray.get(self.mailbox.lost.remote(lane))
-                if failed == _MAX_FAILED_STARTS and not self._up():
-                    why = f"lane {lane} failed {failed} times: {error}"
-                    ray.get(self.mailbox.close.remote(why))
+                except LaneEnded:
+                    return
+                except Exception as error:
+                    if lane in self._ended:
+                        return
+                    logger.warning("lane %d ended: %s", lane, last_line(error))
+                    ray.get(self.mailbox.lost.remote(lane))
+                    if failed == _MAX_FAILED_STARTS and not self._up():
+                        why = f"lane {lane} failed {failed} times: {error}"
+                        ray.get(self.mailbox.close.remote(why))
 
     def _wait_for_turn(self, lane: int) -> None:
         """Wait until fewer than `num_at_once` of the earlier lanes are starting.

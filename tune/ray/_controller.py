@@ -31,9 +31,7 @@ from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import MeetingBuilder, OwnController, OwnGroup, Stub
 from tune.ray_internals import (
-    DatasetsCallback,
     DefaultPlacementGroupHandle,
-    PlacementGroupCleanerCallback,
     RayTrainWorker,
     ThreadRunner,
     TrainContext,
@@ -393,21 +391,3 @@ def reports_of_trial() -> Any:
 def report_in_process() -> None:
     """Let Ray's TuneReportCallback report to this process without an actor in between."""
     _session()._inter_actor_queue = _Reports()
-
-
-def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
-    """Return Ray's callbacks without those that start actors that a lane does not need.
-
-    The callback for Ray datasets stays if the trial has any. The callback that
-    frees a dead trial's resources is not needed, because the pool takes back
-    the trial's lane.
-    """
-    needless = (
-        PlacementGroupCleanerCallback,
-        *([] if datasets else [DatasetsCallback]),
-    )
-    return [
-        callback
-        for callback in callbacks
-        if not isinstance(callback, needless)
-    ]

@@ -21,7 +21,8 @@ from ray import cloudpickle
 from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
-from tune.forks.child import Channel, TrialStopped
+from trainers.on_ray.internals import without_cleaner
+from tune.forks.child import Channel, TrialStopped, make_absolute
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
 from tune.ray._controller import (
@@ -30,9 +31,13 @@ from tune.ray._controller import (
     own_place,
     reports_of_trial,
     stops,
-    without_helpers,
 )
-from tune.ray_internals import DataParallelTrainer, get_session, set_session
+from tune.ray_internals import (
+    DataParallelTrainer,
+    DatasetsCallback,
+    get_session,
+    set_session,
+)
 
 
 class DriverSession:
@@ -46,6 +51,7 @@ class DriverSession:
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
         """Report through the session of the trial's actor."""
+        make_absolute(checkpoint)
         self.ask("report", metrics, checkpoint=checkpoint)
 
     def _get_or_create_inter_actor_queue(self) -> Any:
@@ -148,7 +154,10 @@ class _InLane(DataParallelTrainer):
     pool: Any
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
-        given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
+        # The pool takes back a dead trial's lane, and a trial without datasets
+        # needs no actor for them.
+        needless = () if self.datasets else (DatasetsCallback,)
+        given["callbacks"] = without_cleaner(given["callbacks"], *needless)
         return LaneController(self.pool, **given).fit()
 
 

@@ -25,7 +25,6 @@ from tune.report._figures import figures
 from tune.report.answer import Answer, answer
 from tune.report.table import best_first, columns, constant
 from tune.report.words import Trials, duration, metric_names, printable, target
-from tune.search.finalists import Final
 from tune.search.space import trial_tree
 from tune.trials.record import Records, TrialRecord
 
@@ -151,7 +150,22 @@ def summary(
         "doubts": [asdict(doubt) for doubt in found.doubts],
         "objective": objective | {"mode": config.objective.direction},
         "best": best,
-        "finalists": [_finalist(final) for final in found.finals],
+        "finalists": [
+            {
+                "id": final.record.id,
+                "config": final.record.config,
+                "time_s": [
+                    final.time_s.low,
+                    final.time_s.value,
+                    final.time_s.high,
+                ],
+                "samples_per_s": final.samples_per_s,
+                "repeats": final.repeats,
+                "missed": final.num_missed,
+                "equal_to_best": final.equal,
+            }
+            for final in found.finals
+        ],
         "others_times_as_fast_at_most": found.most_ahead,
         "trials": len(records),
         "status": {
@@ -161,18 +175,6 @@ def summary(
         "trial_time_s": round(sum(record.on_lane_s for record in records), 3),
         **totals,
         "environment": dict(environment),
-    }
-
-
-def _finalist(final: Final) -> Tree:
-    return {
-        "id": final.record.id,
-        "config": final.record.config,
-        "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
-        "samples_per_s": final.samples_per_s,
-        "repeats": final.repeats,
-        "missed": final.num_missed,
-        "equal_to_best": final.equal,
     }
 
 

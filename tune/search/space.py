@@ -159,21 +159,16 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
     """
     if config.search == "optuna":
         require_package("search", "optuna", source)
-        _check_names(config.space, source)
+        for key in config.space:
+            if "/" in key:  # OptunaSearch takes it for a path of keys
+                rule = "contains a `/`, which `search: optuna` does not allow"
+                fix = "rename the key, or set `search: random`"
+                raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
     for key, values in config.space.items():
         for value in sample_values(values):
             check_trial(train, {key: value}, source)
     for trial in grid(config):
         check_trial(train, trial, source)
-
-
-def _check_names(space: Space, source: str) -> None:
-    """Raise ConfigError for a key that Ray's OptunaSearch takes for a path of keys."""
-    for key in space:
-        if "/" in key:
-            rule = "contains a `/`, which `search: optuna` does not allow"
-            fix = "rename the key, or set `search: random`"
-            raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
 
 
 def check_trial(train: Tree, trial: Tree, source: str) -> None:
