@@ -574,7 +574,7 @@ def learned(model, task):
 def in_the_loop(task, config, path, rank=0, world_size=1):
     """The same by `fit`, as its last checkpoint and the task have it."""
     context = LocalContext(
-        Storage(str(path)), "spawn", rank, world_size, rank, world_size
+        Storage(path), "spawn", rank, world_size, rank, world_size
     )
     fit(task, config, context)
     return learned(

@@ -64,7 +64,7 @@ def train_on(
     from trainers.loop.fit import fit
 
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    storage = Storage(str(path)) if path else None
+    storage = Storage(path) if path else None
     context = LocalContext(
         storage, "spawn", rank, world_size, rank, world_size
     )

@@ -36,9 +36,7 @@ def said(command, *args):
 
 def test_evaluate_says_what_training_said(digits, command):
     last = [
-        record
-        for record in read_log(Storage(str(digits)))
-        if "val_loss" in record
+        record for record in read_log(Storage(digits)) if "val_loss" in record
     ][-1]
     out = said(command, "evaluate", str(digits), *SPAWN)
     for name in ("val_loss", "val_accuracy"):

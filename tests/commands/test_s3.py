@@ -130,7 +130,7 @@ def train_killed(location, place, tmp_path, command):
         part for key, value in RUN.items() for part in (f"--{key}", str(value))
     ]
     run = Storage(place.direct).child("trained")
-    reference = Storage(str(tmp_path / "unbroken" / "trained"))
+    reference = Storage(tmp_path / "unbroken" / "trained")
     args = "-m", "trainers", location, *options
 
     def is_amid():

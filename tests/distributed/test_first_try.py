@@ -154,9 +154,7 @@ def part(rank, world_size, path, stops):
         {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3},
     )
     kind = Stops if stops else LocalContext
-    context = kind(
-        Storage(str(path)), "spawn", rank, world_size, rank, world_size
-    )
+    context = kind(Storage(path), "spawn", rank, world_size, rank, world_size)
     return fit(
         Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context
     ).status
@@ -174,7 +172,7 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
     moved, whole = (
         [
             row
-            for row in read_log(Storage(str(tmp_path / name)))
+            for row in read_log(Storage(tmp_path / name))
             if "train_loss" in row
         ]
         for name in ("moved", "whole")

@@ -48,10 +48,10 @@ def train(rank, world_size, path, name, source=None, **dotted):
         TrainConfig, override(TrainConfig, BASE, base | dotted), "test"
     )
     context = LocalContext(
-        Storage(str(path / name)), "spawn", rank, world_size, rank, world_size
+        Storage(path / name), "spawn", rank, world_size, rank, world_size
     )
     if source is not None:
-        context.source = Storage(str(path / source))
+        context.source = Storage(path / source)
     fit(Averaged(samples=96, dtype="float64"), config, context)
 
 
@@ -61,7 +61,7 @@ def train_by(rank, world_size, path, name, source, strategy):
 
 def kept(path, step=STEPS):
     """All that a run's checkpoint holds but the time that it took."""
-    state = whole_state(Storage(str(path)), step)
+    state = whole_state(Storage(path), step)
     state["position"].pop("train_time_s")
     return state
 

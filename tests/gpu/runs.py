@@ -53,7 +53,7 @@ class Context(LocalContext):
     """Asks to stop once the loop has looked `looks` times (every ten steps)."""
 
     def __init__(self, path: Path | None, looks: int | None = None):
-        super().__init__(Storage(str(path)) if path else None, "local")
+        super().__init__(Storage(path) if path else None, "local")
         self.looks = looks
         self._looked = count(1)
 
@@ -78,7 +78,7 @@ def curve(path: Path) -> list[float]:
     """The loss of every step."""
     return [
         record["train_loss"]
-        for record in read_log(Storage(str(path)))
+        for record in read_log(Storage(path))
         if "train_loss" in record
     ]
 

@@ -185,7 +185,7 @@ def test_a_hostile_trial_affects_itself_only(ended, tmp_path, command):
     (tmp_path / "alone.yaml").write_text(json.dumps(tree))
     done = command("-m trainers", str(tmp_path / "alone.yaml"), forked=True)
     assert done.code == 0, done.err
-    log = read_log(Storage(str(tmp_path / "alone")))
+    log = read_log(Storage(tmp_path / "alone"))
     alone = rows([record for record in log if "val_loss" in record])
     for name, record in by_name.items():
         assert "clean" not in name or rows(record.curve) == alone, name

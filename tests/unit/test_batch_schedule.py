@@ -201,7 +201,7 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     result = kept_result(tmp_path / "whole")
     rows = [
         row
-        for row in read_log(Storage(str(tmp_path / "cut")))
+        for row in read_log(Storage(tmp_path / "cut"))
         if "train_loss" in row
     ]
     batches = BatchSchedule(

@@ -28,7 +28,7 @@ MARKER = "code-ran"
 
 
 def make(path, keep=2):
-    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
+    return Checkpoints(Storage(path), Group(0, 1, CPU), keep)
 
 
 def state(step):
@@ -305,7 +305,7 @@ def test_storage_that_workers_do_not_share_is_noticed(tmp_path):
         def first(self, value):
             return value
 
-    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)
+    checkpoints = Checkpoints(Storage(tmp_path), TwoRanks(0, 2, CPU), 2)
     with pytest.raises(StorageError):
         save(checkpoints, 1)
     assert not (folder(tmp_path, 1) / "manifest.json").exists()

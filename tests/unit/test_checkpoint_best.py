@@ -79,7 +79,7 @@ def train(path, scores, steps=None, **checkpoint):
     fit(
         Scripted(scores),
         config(steps, **checkpoint),
-        LocalContext(Storage(str(path)), "local"),
+        LocalContext(Storage(path), "local"),
     )
 
 
@@ -91,7 +91,7 @@ def saved(path, step):
 
 def opened(path, metric="val_score", smaller=False):
     return Checkpoints(
-        Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller)
+        Storage(path), Group(0, 1, CPU), 1, Best(metric, smaller)
     )
 
 
@@ -118,9 +118,7 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
 
 def test_without_a_metric_no_checkpoint_is_the_best(tmp_path):
     train(tmp_path, [0.5])
-    archive = Checkpoints(
-        Storage(str(tmp_path)), Group(0, 1, CPU), 1, None
-    ).archive
+    archive = Checkpoints(Storage(tmp_path), Group(0, 1, CPU), 1, None).archive
     assert archive.choose("newest")
     with pytest.raises(CheckpointError):
         archive.choose("best")

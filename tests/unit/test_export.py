@@ -101,7 +101,7 @@ def test_the_checkpoint_may_be_chosen(spec, tmp_path, which, step):
 
 def write_model(spec, tmp_path, model):
     """A run beside the real one whose only checkpoint holds this model."""
-    run = Storage(str(tmp_path / "made"))
+    run = Storage(tmp_path / "made")
     run.write("config.yaml", spec.storage.read("config.yaml"))
     position = {
         "step": 1,

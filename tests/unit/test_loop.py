@@ -82,7 +82,7 @@ class Context(LocalContext):
     """
 
     def __init__(self, path, stop=lambda: False, cut_at_step=None):
-        super().__init__(Storage(str(path)) if path else None, "local")
+        super().__init__(Storage(path) if path else None, "local")
         self.reports = []
         self.stop = stop
         self.cut_at_step = cut_at_step
@@ -123,7 +123,7 @@ def curve(path):
     """(step, learning rate, loss) of the log."""
     return [
         (row["step"], row["lr"], row["train_loss"])
-        for row in read_log(Storage(str(path)))
+        for row in read_log(Storage(path))
         if "train_loss" in row
     ]
 
@@ -131,7 +131,7 @@ def curve(path):
 def evaluations(path):
     return [
         (row["step"], row["val_loss"])
-        for row in read_log(Storage(str(path)))
+        for row in read_log(Storage(path))
         if "val_loss" in row
     ]
 
@@ -140,7 +140,7 @@ def weights(path):
     from trainers.devices.group import Group
 
     loaded = Checkpoints(
-        Storage(str(path)), Group(0, 1, torch.device("cpu")), 1
+        Storage(path), Group(0, 1, torch.device("cpu")), 1
     ).load()
     return dict(loaded.state["model"])
 

@@ -399,7 +399,7 @@ def with_refuge(tmp_path, test):
     """Run a test whose trial `t` runs on lane 0, and has written to its refuge."""
 
     async def main():
-        mailbox = Mailbox(Storage(str(tmp_path / "sweep")))
+        mailbox = Mailbox(Storage(tmp_path / "sweep"))
         for lane in (0, 1):
             await mailbox.hello(lane)
         await mailbox.submit(assignment("t/1", "t"))

@@ -121,7 +121,7 @@ async def test_what_has_ended_is_forgotten(mailbox):
 
 
 def test_what_was_learned_outlives_the_mailbox(tmp_path):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
 
     async def first():
         mailbox = Mailbox(storage)

@@ -115,9 +115,7 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
 
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     result = train(tmp_path, epochs=2)
-    rows = [
-        row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row
-    ]
+    rows = [row for row in read_log(Storage(tmp_path)) if "train_loss" in row]
     assert all(
         row["samples_per_s"] > 0
         and row["step_time_s"] > 0

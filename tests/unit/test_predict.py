@@ -60,9 +60,7 @@ def written(task, path, size=32, precision="fp32"):
     forward = ForwardPass(model.eval(), task, TABLE[precision], CPU)
     with torch.no_grad():
         group = Group(0, 1, CPU)
-        predict(
-            forward, feed, size, group, Storage(str(path)), {"split": "val"}
-        )
+        predict(forward, feed, size, group, Storage(path), {"split": "val"})
     return pq.read_table(path)
 
 

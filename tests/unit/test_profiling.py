@@ -48,14 +48,14 @@ def train(path, task=None, **changes):
     return fit(
         task or Blobs(),
         config(**changes),
-        LocalContext(Storage(str(path)) if path else None, "local"),
+        LocalContext(Storage(path) if path else None, "local"),
     )
 
 
 def losses(path):
     return [
         record["train_loss"]
-        for record in read_log(Storage(str(path)))
+        for record in read_log(Storage(path))
         if "train_loss" in record
     ]
 
@@ -141,7 +141,7 @@ def cuda(monkeypatch):
     ],
 )
 def test_nothing_else_is_reported(error, device, cuda, tmp_path):
-    save_memory_report(error, device, Storage(str(tmp_path)), 0)
+    save_memory_report(error, device, Storage(tmp_path), 0)
     assert not (tmp_path / "memory").exists()
 
 
@@ -151,7 +151,7 @@ def test_nothing_else_is_reported(error, device, cuda, tmp_path):
 def test_a_run_that_ends_out_of_memory_leaves_a_report(
     error, cuda, tmp_path, log
 ):
-    context = LocalContext(Storage(str(tmp_path)), "local")
+    context = LocalContext(Storage(tmp_path), "local")
     with pytest.raises(type(error)), memory_watched(config(), context):
         raise error
     memory = tmp_path / "memory"

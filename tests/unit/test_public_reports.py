@@ -206,9 +206,9 @@ def test_metrics_whose_names_differ_between_batches(names, tmp_path):
     model.load_state_dict(weights(tmp_path))
     error = (model(inputs) - targets).abs()[:, 0]
     high = inputs[:, 0] > 0
-    found = [
-        row for row in read_log(Storage(str(tmp_path))) if "val_loss" in row
-    ][-1]
+    found = [row for row in read_log(Storage(tmp_path)) if "val_loss" in row][
+        -1
+    ]
     for name, rows in (("high", high), ("low", ~high)):
         expected = error[rows].sum() / (
             SAMPLES if names == "other order" else rows.sum()

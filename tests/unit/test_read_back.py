@@ -45,7 +45,7 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(name, value, tmp_path):
         for key, one in (whole["curve"][-1] | {name: value}).items()
         if one is not None
     }
-    journal = Journal(Storage(str(tmp_path)))
+    journal = Journal(Storage(tmp_path))
     journal.append(done()[0])
     assert journal.find(whole["id"]) is not None
     (tmp_path / f"trials/{whole['id']}.json").write_text(
@@ -78,7 +78,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
         "result.json",
     ):
         (tmp_path / name).write_bytes(data)
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     context = RunContext(storage, "local")
     assert Ceiling(context, "1 x cpu", may_shrink=True).read() is None
     assert read_boundary(storage).to_plain() == {}
@@ -97,7 +97,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"\xff"])
 def test_a_damaged_line_of_the_log_is_named(tmp_path, line):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     storage.write("log/000000000001.jsonl", b'{"step": 1}\n' + line + b"\n")
     with pytest.raises(CheckpointError):
         read_log(storage)
