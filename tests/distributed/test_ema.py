@@ -70,7 +70,7 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
         torch.equal(expected[name], expected[f"own.{name}"])
         for name in list(expected)[:4]
     )
-    for metrics in run_processes(2, train_all, tmp_path, tmp_path)[0]:
+    for metrics in run_processes(2, train_all, tmp_path)[0]:
         assert metrics == pytest.approx(alone, rel=1e-12)
     for strategy in ("ddp", "fsdp"):
         whole, cut = (

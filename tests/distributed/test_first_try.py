@@ -99,9 +99,9 @@ def train(rank, world_size):
     return found
 
 
-def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
-    [alone] = run_processes(1, train, tmp_path)
-    for found in run_processes(2, train, tmp_path):
+def test_two_ranks_have_the_splits_and_losses_of_one():
+    [alone] = run_processes(1, train)
+    for found in run_processes(2, train):
         for name in ("random_split", "constructor", "sparse"):
             assert found[name] == pytest.approx(alone[name], rel=1e-5), name
         assert found["entropy"] == 'dataset("train")'
@@ -128,11 +128,9 @@ def mix(rank, world_size):
     return found
 
 
-def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(
-    tmp_path,
-):
-    [[alone, *_]] = run_processes(1, mix, tmp_path)
-    for found in run_processes(2, mix, tmp_path):
+def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up():
+    [[alone, *_]] = run_processes(1, mix)
+    for found in run_processes(2, mix):
         assert found == [
             pytest.approx(alone, rel=1e-5),
             "strategy",
@@ -161,14 +159,9 @@ def part(rank, world_size, path, stops):
 
 
 def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
-    assert (
-        run_processes(2, part, tmp_path, tmp_path / "moved", True)
-        == ["stopped"] * 2
-    )
+    assert run_processes(2, part, tmp_path / "moved", True) == ["stopped"] * 2
     for name in ("moved", "whole"):
-        assert run_processes(1, part, tmp_path, tmp_path / name, False) == [
-            "done"
-        ]
+        assert run_processes(1, part, tmp_path / name, False) == ["done"]
     moved, whole = (
         [
             row

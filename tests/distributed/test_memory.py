@@ -134,9 +134,9 @@ def train_all(rank, world_size, every):
 @pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.campaign)]
 )
-def test_no_hang_the_largest_size_and_the_same_result(every, tmp_path):
+def test_no_hang_the_largest_size_and_the_same_result(every):
     world_size = 3
-    plain, *found = run_processes(world_size, train_all, tmp_path, every)[0]
+    plain, *found = run_processes(world_size, train_all, every)[0]
     share = -(-BATCH // world_size)
     assert plain[0] == share
     assert len(found) == (27 if every else 9)
@@ -271,11 +271,11 @@ class Wide(Blobs):
 
 
 @pytest.mark.full
-def test_real_memory_ends_the_same_way(tmp_path):
+def test_real_memory_ends_the_same_way():
     """Under a hard limit of its address space the process takes a smaller
     microbatch, and learns the same.
     """
-    [found] = run_processes(1, train_real, tmp_path)
+    [found] = run_processes(1, train_real)
     status, size, loss, free_status, free_size, free_loss = found
     assert (status, free_status, free_size) == ("done", "done", 4096)
     assert 64 <= size < 4096

@@ -82,11 +82,9 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
         ]
     ):
         name = f"{number}-{strategy}-{world_size}"
-        (tmp_path / f"processes-{number}").mkdir()
         run_processes(
             world_size,
             train_by,
-            tmp_path / f"processes-{number}",
             tmp_path,
             name,
             before,
@@ -138,13 +136,10 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
     # Right after a write is right before the next one, but for the last.
     cases = [*((*file, False) for file in FILES), (*FILES[-1], True)]
     for number, (victim, file, after) in enumerate(cases):
-        directory = tmp_path / f"processes-{number}"
-        directory.mkdir()
         with pytest.raises((ProcessExitedException, ProcessRaisedException)):
             run_processes(
                 2,
                 train_killed,
-                directory,
                 tmp_path,
                 victim,
                 file,
@@ -157,10 +152,7 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
         ).exists()
         assert done == (file == "manifest.json" and after)
     for name in ("killed", "unbroken"):
-        (tmp_path / f"processes-{name}").mkdir()
-        run_processes(
-            2, finish, tmp_path / f"processes-{name}", tmp_path, name
-        )
+        run_processes(2, finish, tmp_path, name)
     same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
 
 

@@ -179,19 +179,14 @@ def execute(rank, world_size, specs):
     return results
 
 
-def run(tmp_path, *specs):
+def run(*specs):
     """The specs, all for one number of workers: in one group of new processes,
     or in this process.
     """
     workers = specs[0].config.scaling.max_workers
     if workers == 1:
-        return execute(0, 1, list(specs))
-    directory = (
-        tmp_path
-        / f"processes-{specs[0].config.name}-{workers}-{specs[0].config.max_steps}"
-    )
-    directory.mkdir()
-    return run_processes(workers, execute, directory, list(specs))[0]
+        return execute(0, 1, specs)
+    return run_processes(workers, execute, specs)[0]
 
 
 def same_curve(one, other, rel=1e-10):
@@ -278,11 +273,11 @@ def measure(rank, world_size):
     "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
 )
 def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(
-    world_size, tmp_path
+    world_size,
 ):
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
-    ranks = run_processes(world_size, measure, tmp_path)
+    ranks = run_processes(world_size, measure)
     for (expected, loss), (found, found_loss) in zip(
         alone, ranks[0][0], strict=True
     ):
@@ -341,7 +336,6 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path):
         for name, task in (("fp16", "Blobs"), ("bf16", "Deep"))
     ]
     run(
-        tmp_path,
         *[each for pair in [*pairs, normed, *halves] for each in pair],
     )
     for sharded, replicated in [*pairs, normed]:
@@ -403,13 +397,13 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
         max_steps=4 * len(chain),
         **common,
     )
-    run(tmp_path, unbroken)
+    run(unbroken)
     expected = kept_state(unbroken)
     for index, (strategy, workers) in enumerate(chain, 1):
         moved = spec(
             tmp_path, "moved", workers, strategy, max_steps=4 * index, **common
         )
-        run(tmp_path, moved)
+        run(moved)
         state = kept_state(moved)
         assert state["position"]["step"] == 4 * index
         for section in ("model", "task"):
@@ -465,7 +459,7 @@ def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path):
     )
     assert run_spawn(adaptive).microbatch_size == 6  # of a share of 12
     reference = spec(tmp_path, "reference", 1, "none")
-    run(tmp_path, reference)
+    run(reference)
     same_curve(adaptive, reference)
 
     with pytest.raises(RunFailedError) as met:
@@ -514,8 +508,8 @@ def compiled(rank, world_size, backend):
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)],
 )
-def test_a_sharded_model_compiles_without_a_graph_break(backend, tmp_path):
-    eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
+def test_a_sharded_model_compiles_without_a_graph_break(backend):
+    eager, fast = run_processes(2, compiled, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -541,7 +535,7 @@ def test_activations_that_are_computed_again_are_those_that_were(tmp_path):
         for strategy in ("ddp", "fsdp")
         for mode in modes
     }
-    for result in run(tmp_path, *specs.values()):
+    for result in run(*specs.values()):
         assert not isinstance(result, str), result
     for strategy in ("ddp", "fsdp"):
         whole_curve = losses(specs[strategy, "none"])
