@@ -43,8 +43,9 @@ def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def make(tmp_path: Path, **changes: Any) -> TrainJob:
-    """The same as a job."""
-    return as_job(make_spec(tree(tmp_path, **changes), "test", tmp_path))
+    """The same as a job; three workers on two cores will do."""
+    made = tree(tmp_path, **changes)
+    return as_job(make_spec(made, "test", tmp_path, own_workers=False))
 
 
 def as_job(spec: RunSpec) -> TrainJob:

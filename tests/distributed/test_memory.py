@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
-from tests.specs import REPOSITORY, as_job, losses, train_on, tree
+from tests.specs import losses, make, train_on
 from tests.tasks import Blobs
 from trainers.launch.local import run_local, run_spawn
-from trainers.launch.spec import make_spec
 
 PHASES = ("forward", "backward", "optimizer")
 M_ARENA_MAX = -8  # of malloc.h
@@ -198,10 +197,9 @@ def mid_training(tmp_path, name, workers, **task_args):
     else:
         changes |= {"task_args": {"samples": 170, "dtype": "float64"}}
     launcher = "spawn" if workers > 1 else "local"
-    made = tree(
+    return make(
         tmp_path, scaling__num_workers=workers, launcher=launcher, **changes
     )
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 @pytest.mark.parametrize(

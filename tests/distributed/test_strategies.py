@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
-from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
+from tests.specs import evaluations, losses, make
 from tests.tasks import Blobs
 from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
-from trainers.launch.spec import make_spec
 from trainers.model.precision import TABLE
 from trainers.model.sharding import local, whole
 from trainers.model.strategy import compile_model, place_model, share_tensors
@@ -143,7 +142,7 @@ def spec(tmp_path, name, workers, strategy, task="Blobs", **changes):
         **changes,
     }
     launcher = "spawn" if workers > 1 else "local"
-    made = tree(
+    return make(
         tmp_path,
         task=f"{where}:{task}",
         task_args=args,
@@ -153,8 +152,6 @@ def spec(tmp_path, name, workers, strategy, task="Blobs", **changes):
         launcher=launcher,
         **changes,
     )
-    # Three workers on two cores will do.
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def execute(rank, world_size, specs):
