@@ -1,10 +1,12 @@
 """Runs of the suite's own tasks, as specs."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +22,9 @@ from trainers.measure.run_log import read_log
 from trainers.storage import Storage, parse_json
 
 REPOSITORY = Path(__file__).parent.parent
+
+if TYPE_CHECKING:
+    from trainers.launch.local import LocalContext
 
 BASE = {
     "task": "tests.tasks:Blobs",
@@ -53,22 +58,21 @@ def as_job(spec: RunSpec) -> TrainJob:
     return TrainJob(**asdict(spec))
 
 
-def train_on(
-    task: Any,
-    rank: int,
-    world_size: int,
-    path: Path | None = None,
-    **dotted: Any,
-) -> RunResult:
-    """Train a task by BASE with dotted changes, as one rank of a group of processes."""
+def ranked(
+    rank: int, world_size: int, place: str | Path | None = None
+) -> LocalContext:
+    """The context of one rank of a group of processes."""
     from trainers.launch.local import LocalContext
+
+    storage = Storage(place) if place else None
+    return LocalContext(storage, "spawn", rank, world_size, rank, world_size)
+
+
+def train_on(task: Any, context: LocalContext, **dotted: Any) -> RunResult:
+    """Train a task by BASE with dotted changes, as one rank."""
     from trainers.loop.fit import fit
 
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    storage = Storage(path) if path else None
-    context = LocalContext(
-        storage, "spawn", rank, world_size, rank, world_size
-    )
     return fit(task, config, context)
 
 

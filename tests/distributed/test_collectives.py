@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE, train_on
+from tests.specs import BASE, ranked, train_on
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
-from trainers.launch.local import LocalContext
 from trainers.launch.spec import make_spec
 from trainers.loop.fit import fit
 from trainers.start import prepare_storage
@@ -84,7 +83,7 @@ def run(task, rank, world_size, **changes):
         "evaluate.every_steps": 3,
         "log_every_steps": 7,
     } | changes
-    return train_on(task, rank, world_size, **dotted)
+    return train_on(task, ranked(rank, world_size), **dotted)
 
 
 def train_all(rank, world_size):
@@ -132,9 +131,7 @@ def use(rank, world_size, path):
         TrainConfig, BASE, changes | {"evaluate.microbatch_size": 40}
     )
     spec = make_spec(tree, "test", path)
-    context = LocalContext(
-        spec.storage, "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, spec.uri)
     if rank == 0:
         prepare_storage(spec, fresh=False)
     task = Gathers("reduce", in_forward=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.processes import run_processes
-from tests.specs import train_on, whole_state
+from tests.specs import ranked, train_on, whole_state
 from tests.tasks import Blobs
 from trainers.storage import Storage
 
@@ -31,7 +31,7 @@ def run(rank, world_size, path, strategy, steps=STEPS, task=Blobs, **dotted):
     }
     dotted |= {"strategy": strategy, "microbatch_size": 5}
     made = task(samples=96, dtype="float64")
-    return train_on(made, rank, world_size, path, **dotted).metrics
+    return train_on(made, ranked(rank, world_size, path), **dotted).metrics
 
 
 def train_all(rank, world_size, path):

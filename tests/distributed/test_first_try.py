@@ -8,15 +8,11 @@ from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_collectives import run
-from tests.specs import BASE
+from tests.specs import ranked, train_on
 from tests.tasks import Blobs
 from tests.unit.test_first_try import Table
 from tests.unit.test_refused import Classes, Contrastive
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
 from trainers.errors import ConfigError
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
@@ -138,24 +134,16 @@ def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up():
         ]
 
 
-class Stops(LocalContext):
-    """Asks for an end whenever it may."""
-
-    def should_stop(self, elapsed_s):
-        return True
-
-
 def part(rank, world_size, path, stops):
-    tree = override(
-        TrainConfig,
-        BASE,
-        {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3},
-    )
-    kind = Stops if stops else LocalContext
-    context = kind(Storage(path), "spawn", rank, world_size, rank, world_size)
-    return fit(
-        Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context
-    ).status
+    """With `stops` it is asked for an end whenever it may be."""
+    changes = {
+        "max_steps": 8,
+        "log_every_steps": 4,
+        "evaluate.every_steps": 3,
+    }
+    context = ranked(rank, world_size, path)
+    context.should_stop = lambda elapsed_s: stops
+    return train_on(Blobs(dtype="float64"), context, **changes).status
 
 
 def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
-from tests.specs import losses, make, train_on
+from tests.specs import losses, make, ranked, train_on
 from tests.tasks import Blobs
 from trainers.launch.local import run_local, run_spawn
 
@@ -110,7 +110,7 @@ def train(task, rank, world_size):
         "evaluate.every_steps": 7,
         "log_every_steps": 7,
     }
-    result = train_on(task, rank, world_size, **changes)
+    result = train_on(task, ranked(rank, world_size), **changes)
     return (
         result.microbatch_size,
         result.metrics["train_loss"],
@@ -248,7 +248,7 @@ def train_real(rank, world_size):
     found = []
     for limit in (most, resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        result = train_on(Wide(), rank, world_size, **changes)
+        result = train_on(Wide(), ranked(rank, world_size), **changes)
         found += [result.status, result.microbatch_size]
         found += [result.metrics["val_loss"]]
     return found

@@ -5,6 +5,7 @@ to the bit, and killed at every kind of write.
 import contextlib
 import os
 import signal
+from functools import partial
 
 import pytest
 from torch.multiprocessing.spawn import (
@@ -14,12 +15,8 @@ from torch.multiprocessing.spawn import (
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_strategies import Averaged
-from tests.specs import BASE, whole_state
+from tests.specs import ranked, train_on, whole_state
 from tests.unit.test_row_shards import same
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 STEPS = 7
@@ -44,19 +41,11 @@ def train(rank, world_size, path, name, source=None, **dotted):
         "microbatch_size": 5,
         "optimizer.lr": 0.01,
     }
-    config = build(
-        TrainConfig, override(TrainConfig, BASE, base | dotted), "test"
-    )
-    context = LocalContext(
-        Storage(path / name), "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, path / name)
     if source is not None:
         context.source = Storage(path / source)
-    fit(Averaged(samples=96, dtype="float64"), config, context)
-
-
-def train_by(rank, world_size, path, name, source, strategy):
-    train(rank, world_size, path, name, source, strategy=strategy)
+    made = Averaged(samples=96, dtype="float64")
+    train_on(made, context, **base | dotted)
 
 
 def kept(path, step=STEPS):
@@ -84,11 +73,10 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
         name = f"{number}-{strategy}-{world_size}"
         run_processes(
             world_size,
-            train_by,
+            partial(train, strategy=strategy),
             tmp_path,
             name,
             before,
-            strategy,
         )
         files = {
             file.name
@@ -151,17 +139,7 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
             tmp_path / "killed/checkpoints" / NAME / "manifest.json"
         ).exists()
         assert done == (file == "manifest.json" and after)
+    unbroken = partial(train, strategy="fsdp", **{"checkpoint.every_steps": 2})
     for name in ("killed", "unbroken"):
-        run_processes(2, finish, tmp_path, name)
+        run_processes(2, unbroken, tmp_path, name)
     same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
-
-
-def finish(rank, world_size, path, name):
-    train(
-        rank,
-        world_size,
-        path,
-        name,
-        strategy="fsdp",
-        **{"checkpoint.every_steps": 2},
-    )

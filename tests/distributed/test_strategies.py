@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
-from tests.specs import evaluations, losses, make
+from tests.specs import evaluations, losses, make, ranked
 from tests.tasks import Blobs
 from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
-from trainers.launch.local import LocalContext, run_spawn
+from trainers.launch.local import run_spawn
 from trainers.model.precision import TABLE
 from trainers.model.sharding import local, whole
 from trainers.model.strategy import compile_model, place_model, share_tensors
@@ -159,18 +159,7 @@ def execute(rank, world_size, specs):
     results = []
     for each in specs:
         try:
-            results.append(
-                each.execute(
-                    LocalContext(
-                        each.storage,
-                        "test",
-                        rank,
-                        world_size,
-                        rank,
-                        world_size,
-                    )
-                )
-            )
+            results.append(each.execute(ranked(rank, world_size, each.uri)))
         except ConfigError as error:
             results.append(str(error))
     return results

@@ -13,11 +13,11 @@ from tests.distributed.processes import printed_by, run_processes
 from tests.distributed.stream_kills import KINDS
 from tests.distributed.test_collectives import run
 from tests.faults.s3 import installed
-from tests.specs import make
+from tests.specs import make, ranked
 from tests.stream_tasks import Streamed
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
-from trainers.launch.local import LocalContext, run_local
+from trainers.launch.local import run_local
 from trainers.start import prepare_storage
 
 pytestmark = pytest.mark.full
@@ -55,9 +55,7 @@ def use(rank, world_size, kind, spec, out):
     job = Inference(
         **dataclasses.asdict(spec), split="val", which="newest", out=out
     )
-    context = LocalContext(
-        spec.storage, "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, spec.uri)
     try:
         found = infer(Streamed(kind), context, job)
     except ConfigError as error:
