@@ -98,23 +98,26 @@ def kept_result(path: Path) -> RunResult:
     return parse_json((path / "result.json").read_bytes(), RunResult)
 
 
-def losses(spec: RunSpec) -> list[float]:
+def logged(place: str | Path, key: str) -> list[dict[str, Any]]:
+    """The records of a run's log that have `key`."""
+    return [record for record in read_log(Storage(place)) if key in record]
+
+
+def curve(place: str | Path) -> list[float]:
     """The loss curve that a run has logged, a value a step."""
-    return [
-        record["train_loss"]
-        for record in read_log(spec.storage)
-        if "train_loss" in record
-    ]
+    return [record["train_loss"] for record in logged(place, "train_loss")]
+
+
+def losses(spec: RunSpec) -> list[float]:
+    """The same of the run of a spec."""
+    return curve(spec.uri)
 
 
 def evaluations(spec: RunSpec) -> list[dict[str, float]]:
     """The evaluations that a run has logged, without times."""
-    records = [
-        record for record in read_log(spec.storage) if "val_loss" in record
-    ]
     return [
         {key: value for key, value in record.items() if key != "train_time_s"}
-        for record in records
+        for record in logged(spec.uri, "val_loss")
     ]
 
 

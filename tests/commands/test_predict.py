@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import REPOSITORY
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
+from tests.specs import logged
 
 SPAWN = ("--scaling.num_workers", "2", "--launcher", "spawn")
 
@@ -35,9 +34,7 @@ def said(command, *args):
 
 
 def test_evaluate_says_what_training_said(digits, command):
-    last = [
-        record for record in read_log(Storage(digits)) if "val_loss" in record
-    ][-1]
+    last = logged(digits, "val_loss")[-1]
     out = said(command, "evaluate", str(digits), *SPAWN)
     for name in ("val_loss", "val_accuracy"):
         assert f"  {name} {last[name]!r}" in out.splitlines(), (

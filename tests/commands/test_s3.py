@@ -17,12 +17,11 @@ from torch import nn
 
 from tests.faults import s3
 from tests.lane_tasks import Signed
-from tests.specs import BASE, REPOSITORY, whole_state
+from tests.specs import BASE, REPOSITORY, logged, whole_state
 from tests.unit.test_row_shards import same
 from tests.waits import HANG_S, until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
-from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from tune.trials.journal import Journal
 
@@ -150,8 +149,7 @@ def train_killed(location, place, tmp_path, command):
     def curve(of):
         return [
             (one["step"], one["train_loss"])
-            for one in read_log(of)
-            if "train_loss" in one
+            for one in logged(of.uri, "train_loss")
         ]
 
     assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1)), (

@@ -8,13 +8,11 @@ from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_collectives import run
-from tests.specs import ranked, train_on
+from tests.specs import curve, logged, ranked, train_on
 from tests.tasks import Blobs
 from tests.unit.test_first_try import Table
 from tests.unit.test_refused import Classes, Contrastive
 from trainers.errors import ConfigError
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 
 
 class Graph(nn.Module):
@@ -151,12 +149,7 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
     for name in ("moved", "whole"):
         assert run_processes(1, part, tmp_path / name, False) == ["done"]
     moved, whole = (
-        [
-            row
-            for row in read_log(Storage(tmp_path / name))
-            if "train_loss" in row
-        ]
-        for name in ("moved", "whole")
+        logged(tmp_path / name, "train_loss") for name in ("moved", "whole")
     )
     assert (
         [row["step"] for row in moved]
@@ -164,5 +157,5 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
         == [4, 8]
     )
     assert [row["train_loss"] for row in moved] == pytest.approx(
-        [row["train_loss"] for row in whole], rel=1e-12
+        curve(tmp_path / "whole"), rel=1e-12
     )

@@ -18,7 +18,6 @@ from trainers.launch.local import LocalContext
 from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
-from trainers.measure.run_log import read_log
 from trainers.model.optimizer import lr_factor
 from trainers.step.train_step import Replica
 from trainers.storage import Storage
@@ -72,15 +71,6 @@ def train(
     return fit(
         task or Blobs(), config(device, **changes), Context(path, looks)
     )
-
-
-def curve(path: Path) -> list[float]:
-    """The loss of every step."""
-    return [
-        record["train_loss"]
-        for record in read_log(Storage(path))
-        if "train_loss" in record
-    ]
 
 
 def make(

@@ -12,7 +12,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from tests.gpu.runs import CUDA, Images, curve, train
+from tests.gpu.runs import CUDA, Images, train
+from tests.specs import curve
 from tests.tasks import Blobs
 from trainers.step import cuda_graphs as graphs
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.specs import logged
 from tests.unit.test_loop import PER_EPOCH, train
 from trainers.loop._monitor import Monitor
 from trainers.measure.clock import WARMUP_STEPS, StepClock
-from trainers.measure.run_log import read_log
 from trainers.model.precision import resolve_precision
-from trainers.storage import Storage
 
 CPU = torch.device("cpu")
 
@@ -115,7 +114,7 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
 
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     result = train(tmp_path, epochs=2)
-    rows = [row for row in read_log(Storage(tmp_path)) if "train_loss" in row]
+    rows = logged(tmp_path, "train_loss")
     assert all(
         row["samples_per_s"] > 0
         and row["step_time_s"] > 0

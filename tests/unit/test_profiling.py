@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.specs import kept_result
+from tests.specs import curve, kept_result
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -22,7 +22,6 @@ from trainers.loop.fit import fit
 from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.profiler import memory_watched, save_memory_report
-from trainers.measure.run_log import read_log
 from trainers.model.strategy import compile_model
 from trainers.storage import Storage
 
@@ -52,14 +51,6 @@ def train(path, task=None, **changes):
     )
 
 
-def losses(path):
-    return [
-        record["train_loss"]
-        for record in read_log(Storage(path))
-        if "train_loss" in record
-    ]
-
-
 def profiled_steps(path):
     with gzip.open(path / "profile" / "trace.json.gz", "rt") as stream:
         events = json.load(stream)["traceEvents"]
@@ -87,7 +78,7 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path, log):
     }
     assert result.throughput.steps == 20 - WARMUP_STEPS - 1 - 3
     assert plain.throughput.steps == 20 - WARMUP_STEPS
-    assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
+    assert curve(tmp_path / "profiled") == curve(tmp_path / "plain")
     assert not (tmp_path / "plain" / "profile").exists()
     table = next(
         record.getMessage()
