@@ -39,12 +39,15 @@ BASE = {
 }
 
 
+def dotted(changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes of keys that a keyword cannot name: with `__` for a dot."""
+    return {key.replace("__", "."): value for key, value in changes.items()}
+
+
 def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """BASE with dotted changes (`__` for a dot), stored below `tmp_path`."""
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return override(
-        TrainConfig, BASE, {"storage_path": str(tmp_path / "runs"), **dotted}
-    )
+    place = {"storage_path": str(tmp_path / "runs")}
+    return override(TrainConfig, BASE, place | dotted(changes))
 
 
 def make(tmp_path: Path, **changes: Any) -> TrainJob:
@@ -68,11 +71,11 @@ def ranked(
     return LocalContext(storage, "spawn", rank, world_size, rank, world_size)
 
 
-def train_on(task: Any, context: LocalContext, **dotted: Any) -> RunResult:
+def train_on(task: Any, context: LocalContext, **changes: Any) -> RunResult:
     """Train a task by BASE with dotted changes, as one rank."""
     from trainers.loop.fit import fit
 
-    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
+    config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
     return fit(task, config, context)
 
 

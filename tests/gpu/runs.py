@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests import specs
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build, override
@@ -25,27 +26,17 @@ from trainers.task import Task
 
 CUDA = torch.device("cuda", 0)
 
-BASE = {
-    "task": "tests.tasks:Blobs",
-    "max_steps": 30,
-    "global_batch_size": 24,
-    "log_every_steps": 1,
-    "optimizer": {"name": "adamw", "lr": 0.01},
+BASE = specs.BASE | {
     "lr_schedule": {"name": "cosine", "warmup": 4},
     "evaluate": {"every_steps": 1000},
     "checkpoint": {"every_steps": 1000},
-    "launcher": "local",
 }
 
 
 def config(device: torch.device, **changes: Any) -> TrainConfig:
     """BASE on `device` with dotted changes (`__` for a dot)."""
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return build(
-        TrainConfig,
-        override(TrainConfig, BASE, {"device": device.type, **dotted}),
-        "test",
-    )
+    chosen = {"device": device.type, **specs.dotted(changes)}
+    return build(TrainConfig, override(TrainConfig, BASE, chosen), "test")
 
 
 class Context(LocalContext):

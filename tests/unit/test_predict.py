@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.specs import evaluations, make
+from tests.specs import dotted, evaluations, make
 from tests.tasks import Blobs
 from trainers.__main__ import main
 from trainers.config.sections import DataConfig
@@ -234,7 +234,7 @@ def work(
 ):
     spec = run_spec(
         str(location),
-        {key.replace("__", "."): value for key, value in changes.items()},
+        dotted(changes),
         None,
     )
     job = Inference(

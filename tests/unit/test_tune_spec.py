@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.specs import error_of
+from tests.specs import dotted, error_of
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
@@ -59,7 +59,7 @@ def write(folder, sweep=None, train=None):
 def read(user, **overrides):
     return read_sweep(
         str(user / "sweep.yaml"),
-        {key.replace("__", "."): value for key, value in overrides.items()},
+        dotted(overrides),
     )
 
 
