@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -85,6 +86,11 @@ def error_of(field: str) -> Iterator[None]:
     with pytest.raises(ConfigError) as raised:
         yield
     assert raised.value.field == field
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def read_spec(

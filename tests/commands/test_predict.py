@@ -2,14 +2,13 @@
 worker and from two.
 """
 
-import json
 import re
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.specs import logged
+from tests.specs import logged, read_json
 
 SPAWN = ("--scaling.num_workers", "2", "--launcher", "spawn")
 
@@ -42,9 +41,7 @@ def test_evaluate_says_what_training_said(digits, command):
         )
     assert re.search(r"[\d,]+ samples/s \(.* s; 2 workers", out)
     assert (
-        json.loads((digits / "result.json").read_text())["metrics"][
-            "val_accuracy"
-        ]
+        read_json(digits / "result.json")["metrics"]["val_accuracy"]
         == last["val_accuracy"]
     )
 

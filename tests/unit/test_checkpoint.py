@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.specs import read_json
 from trainers.checkpoint.manifest import FORMAT, seal
 from trainers.checkpoint.store import Checkpoints
 from trainers.devices.device import get_rng_state
@@ -146,7 +147,7 @@ def edit_manifest(where, **changes):
     """Change keys of a manifest, None takes one away, and seal it again as
     whoever changed it on purpose would.
     """
-    manifest = json.loads((where / "manifest.json").read_text())
+    manifest = read_json(where / "manifest.json")
     is_sealed = changes.pop("seal", True)
     manifest = {
         key: value
@@ -163,7 +164,7 @@ def edit_manifest(where, **changes):
 def replace(where, file, data):
     """Give a file another content, with a manifest that fits."""
     (where / file).write_bytes(data)
-    files = json.loads((where / "manifest.json").read_text())["files"]
+    files = read_json(where / "manifest.json")["files"]
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     edit_manifest(where, files=files | {file: entry})
 

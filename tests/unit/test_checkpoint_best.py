@@ -2,7 +2,6 @@
 and that it is written when it is met.
 """
 
-import json
 import logging
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.specs import read_json
 from tests.unit.test_checkpoint import kept
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Checkpoints
@@ -84,9 +84,7 @@ def train(path, scores, steps=None, **checkpoint):
 
 
 def saved(path, step):
-    return json.loads(
-        (path / f"checkpoints/step-{step:012d}/manifest.json").read_text()
-    )
+    return read_json(path / f"checkpoints/step-{step:012d}/manifest.json")
 
 
 def opened(path, metric="val_score", smaller=False):
