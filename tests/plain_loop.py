@@ -573,6 +573,4 @@ def in_the_loop(task, config, path, rank=0, world_size=1):
     """The same by `fit`, as its last checkpoint and the task have it."""
     context = ranked(rank, world_size, path)
     fit(task, config, context)
-    return learned(
-        whole_state(context.storage, config.max_steps)["model"], task
-    )
+    return learned(whole_state(path, config.max_steps)["model"], task)

@@ -130,9 +130,9 @@ def evaluations(spec: RunSpec) -> list[dict[str, float]]:
     ]
 
 
-def whole_state(run: Storage, step: int) -> dict[str, Any]:
+def whole_state(place: str | Path, step: int) -> dict[str, Any]:
     """The state that a run's checkpoint of a step holds, whole, however many
     ranks have written it.
     """
-    state, rows = Archive(run).read_state(folder_name(step))
+    state, rows = Archive(Storage(place)).read_state(folder_name(step))
     return rows.fill(state) if rows is not None else state

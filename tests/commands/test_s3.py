@@ -159,7 +159,7 @@ def train_killed(location, place, tmp_path, command):
     assert Archive(run).newest() == f"step-{STEPS:012d}" != kept
     Archive(run).verify(f"step-{STEPS:012d}")
     assert Archive(run).manifest(f"step-{STEPS:012d}").is_sharded
-    ours, theirs = (whole_state(one, STEPS) for one in (run, reference))
+    ours, theirs = (whole_state(one.uri, STEPS) for one in (run, reference))
     for part in ("model", "optimizer"):
         same(ours[part], theirs[part])
     found = run.filesystem.get_file_info(

@@ -8,7 +8,6 @@ import torch
 from tests.distributed.processes import run_processes
 from tests.specs import ranked, train_on, whole_state
 from tests.tasks import Blobs
-from trainers.storage import Storage
 
 STEPS = 12
 
@@ -56,7 +55,7 @@ def train_all(rank, world_size, path):
 
 def state(path):
     """The averages, and the model's own weights as `own.<name>`."""
-    read = whole_state(Storage(path), STEPS)
+    read = whole_state(path, STEPS)
     model = read["model"]
     return model | {
         f"own.{name}": one for name, one in read["ema"]["own"].items()
@@ -83,7 +82,7 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
                 tensor, expected[name], rtol=1e-12, atol=1e-14
             )
     base, *others = (
-        whole_state(Storage(tmp_path / f"frozen-{name}"), STEPS)
+        whole_state(tmp_path / f"frozen-{name}", STEPS)
         for name in ("ddp", "fsdp", "cut")
     )
     assert list(base["model"]) == ["2.weight", "2.bias"], (

@@ -50,7 +50,7 @@ def train(rank, world_size, path, name, source=None, **dotted):
 
 def kept(path, step=STEPS):
     """All that a run's checkpoint holds but the time that it took."""
-    state = whole_state(Storage(path), step)
+    state = whole_state(path, step)
     state["position"].pop("train_time_s")
     return state
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
-from tests.specs import evaluations, losses, make, ranked
+from tests.specs import evaluations, losses, make, ranked, whole_state
 from tests.tasks import Blobs
-from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
+from trainers.data.batch import tensors_of
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import run_spawn
@@ -358,11 +358,6 @@ def outline(value):
     )
 
 
-def kept_state(each):
-    loaded = Checkpoints(each.storage, Group(0, 1, CPU), 1).load()
-    return loaded.state
-
-
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("adamw", marks=pytest.mark.full), "sgd"]
 )
@@ -384,13 +379,13 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
         **common,
     )
     run(unbroken)
-    expected = kept_state(unbroken)
+    expected = whole_state(unbroken.uri, 4 * len(chain))
     for index, (strategy, workers) in enumerate(chain, 1):
         moved = spec(
             tmp_path, "moved", workers, strategy, max_steps=4 * index, **common
         )
         run(moved)
-        state = kept_state(moved)
+        state = whole_state(moved.uri, 4 * index)
         assert state["position"]["step"] == 4 * index
         for section in ("model", "task"):
             assert outline(state[section]) == outline(expected[section]), (
@@ -409,25 +404,14 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
     assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-10)
     for section in ("model", "task", "optimizer"):
         pairs = zip(
-            tensors(state[section]), tensors(expected[section]), strict=True
+            tensors_of(state[section]),
+            tensors_of(expected[section]),
+            strict=True,
         )
         assert all(
             torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
             for ours, theirs in pairs
         ), section
-
-
-def tensors(value):
-    if isinstance(value, Tensor):
-        return [value]
-    nested = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
-    return [tensor for entry in nested for tensor in tensors(entry)]
 
 
 # --- memory and compilation

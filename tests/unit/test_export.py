@@ -11,7 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from tests.specs import make
+from tests.specs import make, whole_state
 from trainers.__main__ import main
 from trainers.checkpoint.store import Checkpoints
 from trainers.devices.group import Group
@@ -92,10 +92,7 @@ def test_the_checkpoint_may_be_chosen(spec, tmp_path, which, step):
     )
     weights, described = read(tmp_path / "m.safetensors")
     assert described["step"] == step
-    saved = torch.load(
-        Path(spec.uri) / f"checkpoints/step-{int(step):012d}/state.pt",
-        weights_only=True,
-    )["model"]
+    saved = whole_state(spec.uri, int(step))["model"]
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 

@@ -371,7 +371,7 @@ def kept(tmp_path_factory):
 READERS = [
     lambda storage: Archive(storage).choose("newest"),
     lambda storage: Archive(storage).read("step-000000000001", "state.pt"),
-    lambda storage: whole_state(storage, 2),
+    lambda storage: whole_state(storage.uri, 2),
     read_log,
     lambda storage: Journal(storage).records(),
     read_boundary,

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.specs import dotted, evaluations, make
+from tests.specs import dotted, evaluations, make, whole_state
 from tests.tasks import Blobs
 from trainers.__main__ import main
 from trainers.config.sections import DataConfig
@@ -302,11 +302,7 @@ def test_predictions_are_the_trained_models(tmp_path):
     table = pq.read_table(result.out)
     task = Kept()
     model = Kept().model()
-    state = torch.load(
-        Path(spec.uri, "checkpoints/step-000000000030/state.pt"),
-        weights_only=True,
-    )
-    model.load_state_dict(state["model"])
+    model.load_state_dict(whole_state(spec.uri, 30)["model"])
     with torch.no_grad():
         expected = model.eval()(task.dataset("val").tensors[0])
     assert torch.allclose(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.specs import whole_state
 from tests.unit.test_checkpoint import folder, replace
 from tests.unit.test_loop import train
 from trainers.errors import CheckpointError
@@ -144,8 +145,5 @@ def test_a_checkpoint_of_another_run_is_refused(changes, ended, tmp_path):
 
 
 def assert_same_weights(path, reference):
-    ours, theirs = (
-        torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"]
-        for one in (path, reference)
-    )
+    ours, theirs = (whole_state(one, 15)["model"] for one in (path, reference))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

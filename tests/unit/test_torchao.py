@@ -132,7 +132,7 @@ def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path):
         curves[name] = losses(spec)
         names[name] = {
             key: one.dtype
-            for key, one in whole_state(spec.storage, 30)["model"].items()
+            for key, one in whole_state(spec.uri, 30)["model"].items()
         }
     assert names["fp8"] == names["bf16"]
     assert curves["fp8"] != curves["bf16"]
@@ -189,9 +189,7 @@ def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(
     assert run_local(whole).status == "done"
     curve = losses(whole)
     assert sum(curve[-5:]) < sum(curve[:5])
-    moments = whole_state(whole.storage, 30)["optimizer"]["state"][0][
-        "exp_avg"
-    ]
+    moments = whole_state(whole.uri, 30)["optimizer"]["state"][0]["exp_avg"]
     assert moments["codes"].dtype is (
         torch.float8_e4m3fn if name == "adamwfp8" else torch.uint8
     )
