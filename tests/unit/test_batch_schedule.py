@@ -112,24 +112,21 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    "schedule",
     [
-        ([], "1 or more entries"),
-        ([{"until_samples": 80, "size": 8}], "every entry except the last"),
-        ([{"size": 8}, {"size": 16}], "every entry except the last"),
-        (
-            [
-                {"until_samples": 80, "size": 8},
-                {"until_samples": 80, "size": 16},
-                {"size": 32},
-            ],
-            "counts from the start",
-        ),
-        ([{"until_samples": 80, "size": 0}, {"size": 32}], "at least 1"),
-        ([{"samples": 80, "size": 8}, {"size": 32}], "not a known key"),
+        [],
+        [{"until_samples": 80, "size": 8}],
+        [{"size": 8}, {"size": 16}],
+        [
+            {"until_samples": 80, "size": 8},
+            {"until_samples": 80, "size": 16},
+            {"size": 32},
+        ],
+        [{"until_samples": 80, "size": 0}, {"size": 32}],
+        [{"samples": 80, "size": 8}, {"size": 32}],
     ],
 )
-def test_a_schedule_that_could_be_misread_is_refused(schedule, words):
+def test_a_schedule_that_could_be_misread_is_refused(schedule):
     with pytest.raises(ConfigError) as raised:
         config(batch_schedule=schedule)
     assert raised.value.field.startswith("batch_schedule")

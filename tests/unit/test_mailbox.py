@@ -5,8 +5,6 @@ happens when a lane is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ from tune.trials.steering import Steering
 
 WAIT_S = 0.05
 DONE = {"lane": 0, "status": "done"}
-Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
 
 def asynchronous(test):

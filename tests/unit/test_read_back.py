@@ -68,7 +68,7 @@ FILES = [
 
 @pytest.mark.parametrize("data", FILES)
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data, tmp_path, seen, capsys
+    data, tmp_path, seen
 ):
     for name in (
         "microbatch.json",
