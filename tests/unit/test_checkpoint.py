@@ -173,7 +173,6 @@ def replace(where, file, data):
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path, damage, caplog, monkeypatch
 ):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr("time.sleep", lambda _: None)
     save(make(tmp_path), 1, 2)
     DAMAGES[damage](folder(tmp_path, 2))

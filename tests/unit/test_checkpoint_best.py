@@ -2,8 +2,6 @@
 and that it is written when it is met.
 """
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -147,10 +145,7 @@ def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path):
     assert kept(tmp_path) == [14, 16]
 
 
-def test_a_damaged_best_gives_way_to_the_next_and_is_named(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+def test_a_damaged_best_gives_way_to_the_next_and_is_named(tmp_path, caplog):
     train(tmp_path, [0.1, 0.6, 0.5])
     where = tmp_path / "checkpoints/step-000000000004"
     (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])

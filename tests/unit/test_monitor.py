@@ -102,10 +102,7 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
         1.0,
         0.0,
     )
-    assert [
-        record.getMessage().split(" the others")[0]
-        for record in caplog.records
-    ] == [
+    assert [line.split(" the others")[0] for line in caplog.messages] == [
         f"ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
         "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",

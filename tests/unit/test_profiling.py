@@ -62,8 +62,7 @@ def profiled_steps(path):
 
 
 @pytest.fixture
-def log(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+def log(caplog):
     with caplog.at_level(logging.INFO, logger="trainers"):
         yield caplog
 
@@ -80,11 +79,7 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path, log):
     assert plain.throughput.steps == 20 - WARMUP_STEPS
     assert curve(tmp_path / "profiled") == curve(tmp_path / "plain")
     assert not (tmp_path / "plain" / "profile").exists()
-    table = next(
-        record.getMessage()
-        for record in log.records
-        if "profile of 3 steps" in record.getMessage()
-    )
+    table = next(line for line in log.messages if "profile of 3 steps" in line)
     assert "aten::addmm" in table
     assert "Self CPU" in table
 

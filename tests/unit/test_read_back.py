@@ -3,7 +3,6 @@ end of a command in one sentence.
 """
 
 import json
-import logging
 from dataclasses import asdict
 
 import pytest
@@ -18,13 +17,6 @@ from trainers.step.ceiling import Ceiling
 from trainers.storage import Storage
 from tune.report.write import read_environment
 from tune.trials.journal import Journal, read_boundary, read_live
-
-
-@pytest.fixture
-def seen(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("tune"), "propagate", True)
-    return caplog
 
 
 @pytest.mark.parametrize(
@@ -68,7 +60,7 @@ FILES = [
 
 @pytest.mark.parametrize("data", FILES)
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data, tmp_path, seen
+    data, tmp_path, caplog
 ):
     for name in (
         "microbatch.json",
@@ -85,9 +77,9 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
     assert read_environment(storage) == {}
     assert read_live(storage) is None
     for name, said in (
-        ("microbatch.json", seen.text),
-        ("boundary.json", seen.text),
-        ("summary.json", seen.text),
+        ("microbatch.json", caplog.text),
+        ("boundary.json", caplog.text),
+        ("summary.json", caplog.text),
     ):
         fits = name == "summary.json" and data[:4] == b'{"a"'
         assert (f"{tmp_path}/{name}" in said) != fits

@@ -104,9 +104,8 @@ def copied(ended, path, steps):
     + [("rank-00000.pt", one) for one in RANDOM],
 )
 def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
-    file, name, ended, tmp_path, monkeypatch, caplog
+    file, name, ended, tmp_path, caplog
 ):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     caplog.set_level(logging.INFO, "trainers")
     copied(ended, tmp_path, (5, 10))
     rewrite(
@@ -116,11 +115,7 @@ def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
         file,
     )
     train(tmp_path, **KEEP)
-    (said,) = [
-        record.getMessage()
-        for record in caplog.records
-        if "is left out" in record.getMessage()
-    ]
+    (said,) = [line for line in caplog.messages if "is left out" in line]
     assert said.startswith(f"checkpoint {folder(tmp_path, 10)} is left out: ")
     assert "resumed at step 5 from" in caplog.text
     assert_same_weights(tmp_path, ended)
