@@ -81,9 +81,9 @@ def train_on(task: Any, context: LocalContext, **changes: Any) -> RunResult:
 
 
 @contextlib.contextmanager
-def error_of(field: str) -> Iterator[None]:
+def error_of(field: str, match: str | None = None) -> Iterator[None]:
     """What is done within is a ConfigError of this field."""
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=match) as raised:
         yield
     assert raised.value.field == field
 

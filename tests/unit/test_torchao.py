@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.specs import losses, make, whole_state
+from tests.specs import error_of, losses, make, whole_state
 from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.launch.local import run_local
@@ -210,11 +210,8 @@ def test_without_torchao_it_says_how_to_get_it(name, monkeypatch):
     for module in ("torchao.float8", "torchao.optim"):
         monkeypatch.setitem(sys.modules, module, None)
     layer = nn.Linear(16, 16)
-    with pytest.raises(ConfigError) as raised:
+    field = "precision" if name == "fp8" else "optimizer.name"
+    with error_of(field, "`pip install torchao`"):
         TABLE[name].convert_model(layer) if name == "fp8" else narrow_adamw(
             name, layer.parameters(), {"lr": 0.1}
         )
-    assert raised.value.field == (
-        "precision" if name == "fp8" else "optimizer.name"
-    )
-    assert "`pip install torchao`" in str(raised.value)

@@ -217,9 +217,8 @@ def test_ended_trials_are_counted(user):
 )
 def test_another_sweep_of_the_same_name_is_refused(user, overrides, field):
     prepare(read(user), fresh=False)
-    with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
+    with error_of(field, r"differs from .*--fresh"):
         prepare(read(user, **overrides), fresh=False)
-    assert raised.value.field == field
     assert prepare(read(user, **overrides), fresh=True) == 0
     assert prepare(read(user, name="other"), fresh=False) == 0
 
