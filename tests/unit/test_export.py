@@ -4,7 +4,6 @@ every error one sentence.
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import safetensors
@@ -43,20 +42,12 @@ def read(path):
         return safetensors.torch.load_file(path), file.metadata()
 
 
-def test_the_file_loads_into_the_bare_model_bit_equal(spec, tmp_path):
+def test_the_file_loads_into_the_bare_model(spec, tmp_path):
     out = tmp_path / "below" / "model.safetensors"
     assert main(["export", spec.uri, "--out", str(out)]) == 0
     weights, described = read(out)
     model = load_task(spec.config.task, spec.config.task_args, "test").model()
     model.load_state_dict(weights)  # strict: every name, none besides
-
-    saved = torch.load(
-        Path(spec.uri) / "checkpoints/step-000000000030/state.pt",
-        weights_only=True,
-    )["model"]
-    ours = model.state_dict()
-    assert ours.keys() == saved.keys()
-    assert all(torch.equal(ours[name], saved[name]) for name in ours)
     assert (described["task"], described["step"], described["format"]) == (
         "tests.tasks:Blobs",
         "30",
@@ -77,7 +68,9 @@ def test_the_file_loads_into_the_bare_model_bit_equal(spec, tmp_path):
     ("which", "step"),
     [("newest", "30"), ("best", "10"), ("step-10", "10"), ("step-30", "30")],
 )
-def test_the_checkpoint_may_be_chosen(spec, tmp_path, which, step):
+def test_the_checkpoint_may_be_chosen_and_is_bit_equal(
+    spec, tmp_path, which, step
+):
     assert (
         main(
             [
