@@ -117,6 +117,8 @@ class Notes(Points):
 
 
 class Reads(Points):
+    """Waits for its loss on the host."""
+
     def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
         return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
