@@ -9,12 +9,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
-from tests.specs import whole_state
+from tests.specs import ranked, whole_state
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.storage import Storage
 from trainers.task import Task
 
 STEPS = 9
@@ -573,10 +571,6 @@ def learned(model, task):
 
 def in_the_loop(task, config, path, rank=0, world_size=1):
     """The same by `fit`, as its last checkpoint and the task have it."""
-    context = LocalContext(
-        Storage(str(path)), "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, path)
     fit(task, config, context)
-    return learned(
-        whole_state(context.storage, config.max_steps)["model"], task
-    )
+    return learned(whole_state(path, config.max_steps)["model"], task)

@@ -140,15 +140,15 @@ class Storage:
     """
 
     def __init__(
-        self, uri: str, guard: Callable[[], None] | None = None
+        self, uri: str | Path, guard: Callable[[], None] | None = None
     ) -> None:
         """Open nothing yet; `guard` is called before each write and deletion."""
+        place = uri = str(uri)
         if holds_secret(uri):
             rule = "must hold no key or password, since the URI is printed and saved with the run"
             fix = "pass it through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
             raise _refused(uri, rule, fix)
         self._guard = guard
-        place = uri
         if "://" in uri:
             # What follows `?` are options of the filesystem (region,
             # endpoint), not part of the path.

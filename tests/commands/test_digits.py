@@ -2,7 +2,6 @@
 winner; on an embedded Ray.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.specs import read_json
 from tests.waits import HANG_S
 
 SWEEP = "examples/digits/sweep.yaml"
@@ -40,7 +40,7 @@ def test_train_yaml_reaches_97_percent(tmp_path, command):
         "-m trainers", train, "--launcher local", cwd=tmp_path, forked=True
     )
     assert done.code == 0, done.err
-    result = json.loads((tmp_path / "results/digits/result.json").read_text())
+    result = read_json(tmp_path / "results/digits/result.json")
     assert result["metrics"]["val_accuracy"] >= 0.97
     assert (
         "global batch 64 = microbatch 64 x accumulation 1 x 1 worker"
@@ -137,10 +137,8 @@ def check_answer(sweep, done, command, tmp_path):
         "starting_s",
     ):
         assert (done_ones[column] > 0).all(), column
-    assert (
-        json.loads((sweep / "progress.json").read_text())["state"] == "ended"
-    )
-    summary = json.loads((sweep / "summary.json").read_text())
+    assert read_json(sweep / "progress.json")["state"] == "ended"
+    summary = read_json(sweep / "summary.json")
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
     if len(repeated):
         repeats = repeated[
@@ -160,7 +158,5 @@ def check_answer(sweep, done, command, tmp_path):
         forked=True,
     )
     assert trained.code == 0, trained.err
-    result = json.loads(
-        (tmp_path / "digits-sweep-best/result.json").read_text()
-    )
+    result = read_json(tmp_path / "digits-sweep-best/result.json")
     assert result["metrics"]["val_accuracy"] >= best["val_accuracy"] - 0.01

@@ -3,7 +3,6 @@ data that its output calls synthetic.
 """
 
 import importlib
-import json
 import re
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.specs import error_of, evaluations, losses, read_spec
+from tests.specs import error_of, evaluations, losses, read_json, read_spec
 from trainers.__main__ import train as train_command
 from trainers.command_line import Command
 from trainers.config import TrainConfig
@@ -191,7 +190,7 @@ def test_a_missing_file_is_a_sentence(tmp_path):
 
 
 def notebook_cells(kind):
-    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    notebook = read_json(EXAMPLES / "notebook.ipynb")
     return [
         "".join(cell["source"])
         for cell in notebook["cells"]

@@ -2,7 +2,6 @@
 the script before it did.
 """
 
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,14 @@ import pytest
 
 from tests import migrations
 from tests.conftest import free_port
+from tests.specs import read_json
 from tune.sweeps.spec import read_sweep
 
 
 def val_loss(directory):
     """The last evaluation of the one run below a directory."""
     [result] = directory.glob("results/*/result.json")
-    return float(json.loads(result.read_text())["metrics"]["val_loss"])
+    return float(read_json(result)["metrics"]["val_loss"])
 
 
 def test_every_script_has_its_diff(tmp_path):

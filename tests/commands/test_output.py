@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.specs import BASE, REPOSITORY
+from tests.specs import BASE, REPOSITORY, read_json
 from tests.tasks import Blobs
 from tests.waits import until
 from trainers.config.yaml import dump_yaml
@@ -308,8 +308,6 @@ def test_a_run_goes_on_when_nobody_reads_its_records(tmp_path):
     assert done.returncode == 0, (tmp_path / "err").read_text()
     assert "accepts no more records" in (tmp_path / "err").read_text()
     assert (
-        json.loads((tmp_path / "runs" / "run" / "result.json").read_text())[
-            "status"
-        ]
+        read_json(tmp_path / "runs" / "run" / "result.json")["status"]
         == "done"
     )

@@ -2,15 +2,13 @@
 worker and from two.
 """
 
-import json
 import re
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import REPOSITORY
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
+from tests.specs import logged, read_json
 
 SPAWN = ("--scaling.num_workers", "2", "--launcher", "spawn")
 
@@ -35,11 +33,7 @@ def said(command, *args):
 
 
 def test_evaluate_says_what_training_said(digits, command):
-    last = [
-        record
-        for record in read_log(Storage(str(digits)))
-        if "val_loss" in record
-    ][-1]
+    last = logged(digits, "val_loss")[-1]
     out = said(command, "evaluate", str(digits), *SPAWN)
     for name in ("val_loss", "val_accuracy"):
         assert f"  {name} {last[name]!r}" in out.splitlines(), (
@@ -47,9 +41,7 @@ def test_evaluate_says_what_training_said(digits, command):
         )
     assert re.search(r"[\d,]+ samples/s \(.* s; 2 workers", out)
     assert (
-        json.loads((digits / "result.json").read_text())["metrics"][
-            "val_accuracy"
-        ]
+        read_json(digits / "result.json")["metrics"]["val_accuracy"]
         == last["val_accuracy"]
     )
 

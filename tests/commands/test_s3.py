@@ -17,12 +17,11 @@ from torch import nn
 
 from tests.faults import s3
 from tests.lane_tasks import Signed
-from tests.specs import BASE, REPOSITORY, whole_state
+from tests.specs import BASE, REPOSITORY, logged, whole_state
 from tests.unit.test_row_shards import same
 from tests.waits import HANG_S, until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
-from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from tune.trials.journal import Journal
 
@@ -130,7 +129,7 @@ def train_killed(location, place, tmp_path, command):
         part for key, value in RUN.items() for part in (f"--{key}", str(value))
     ]
     run = Storage(place.direct).child("trained")
-    reference = Storage(str(tmp_path / "unbroken" / "trained"))
+    reference = Storage(tmp_path / "unbroken" / "trained")
     args = "-m", "trainers", location, *options
 
     def is_amid():
@@ -150,8 +149,7 @@ def train_killed(location, place, tmp_path, command):
     def curve(of):
         return [
             (one["step"], one["train_loss"])
-            for one in read_log(of)
-            if "train_loss" in one
+            for one in logged(of.uri, "train_loss")
         ]
 
     assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1)), (
@@ -161,7 +159,7 @@ def train_killed(location, place, tmp_path, command):
     assert Archive(run).newest() == f"step-{STEPS:012d}" != kept
     Archive(run).verify(f"step-{STEPS:012d}")
     assert Archive(run).manifest(f"step-{STEPS:012d}").is_sharded
-    ours, theirs = (whole_state(one, STEPS) for one in (run, reference))
+    ours, theirs = (whole_state(one.uri, STEPS) for one in (run, reference))
     for part in ("model", "optimizer"):
         same(ours[part], theirs[part])
     found = run.filesystem.get_file_info(

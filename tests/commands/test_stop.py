@@ -4,14 +4,11 @@ and what they leave behind.
 
 import shutil
 import signal
-from collections.abc import Callable
 
 import psutil
 import pytest
 
 from tests.commands.endless import Command
-
-Start = Callable[..., Command]
 
 
 @pytest.fixture

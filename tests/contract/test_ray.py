@@ -9,12 +9,12 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.rooms import source_files
+from tests.specs import read_json
 
 
 def found_in_ray(dotted):
@@ -164,10 +164,7 @@ def test_a_training_on_ray(tmp_path, command):
     ]
     done = command("-m trainers examples/digits/train.yaml", *options)
     assert done.code == 0, done.err[-3000:]
-    assert (
-        json.loads((tmp_path / "digits" / "result.json").read_text())["status"]
-        == "done"
-    )
+    assert read_json(tmp_path / "digits" / "result.json")["status"] == "done"
 
 
 @pytest.mark.campaign

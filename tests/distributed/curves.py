@@ -31,7 +31,7 @@ def losses(rank, world_size, task, changes, path=None, stop_after=None):
         **changes,
     }
     context = Reports(
-        Storage(str(path)) if path else None,
+        Storage(path) if path else None,
         "spawn",
         rank,
         world_size,

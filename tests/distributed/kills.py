@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from tests.distributed.forked import run_forked
-from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
+from tests.specs import evaluations, losses, make
 from tests.tasks import Blobs
-from trainers.launch.spec import make_spec
 from trainers.loop import watchdog
 from trainers.step.train_step import TrainStep
 
@@ -87,10 +86,7 @@ def spec(directory, name, **more):
         "name": name,
         **more,
     }
-    made = make_spec(
-        tree(directory, **changes), "test", REPOSITORY, own_workers=False
-    )
-    return as_job(made)
+    return make(directory, **changes)
 
 
 def newest_step(run):

@@ -43,29 +43,23 @@ PRELOADED = [
 
 
 def run_processes(
-    world_size: int, function: Callable[..., Any], directory: Path, *args: Any
+    world_size: int, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
     """`function(rank, world_size, *args)` in `world_size` new processes; the
     results in rank order.
     """
     # A file of its own each time: a process that ends without closing its
     # store leaves the group's addresses in it.
-    with tempfile.TemporaryDirectory(dir=directory) as meeting:
+    with tempfile.TemporaryDirectory() as meeting:
         _fork(
             _enter,
-            (
-                world_size,
-                function,
-                f"file://{meeting}/store",
-                str(directory),
-                args,
-            ),
+            (world_size, function, Path(meeting), args),
             nprocs=world_size,
         )
-    return [
-        pickle.loads((directory / f"result-{rank}").read_bytes())  # noqa: S301
-        for rank in range(world_size)
-    ]
+        return [
+            pickle.loads(Path(meeting, f"result-{rank}").read_bytes())  # noqa: S301
+            for rank in range(world_size)
+        ]
 
 
 @contextmanager
@@ -160,14 +154,17 @@ def _enter(
     rank: int,
     world_size: int,
     function: Callable[..., Any],
-    where: str,
-    directory: str,
+    meeting: Path,
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # what the server has imported: a collection would go through it all
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", where, timedelta(seconds=300), world_size, rank
+        "gloo",
+        f"file://{meeting}/store",
+        timedelta(seconds=300),
+        world_size,
+        rank,
     )
     # A rank that leaves while another still connects would fail that one.
     dist.barrier()
@@ -176,4 +173,4 @@ def _enter(
     finally:
         gc.collect()
         dist.destroy_process_group()
-    Path(directory, f"result-{rank}").write_bytes(pickle.dumps(result))
+    (meeting / f"result-{rank}").write_bytes(pickle.dumps(result))

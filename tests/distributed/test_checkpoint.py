@@ -62,9 +62,7 @@ def write_beside_collectives(rank, world_size, path):
 
 
 def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(tmp_path):
-    answers = run_processes(
-        2, write_beside_collectives, tmp_path, str(tmp_path / "run")
-    )
+    answers = run_processes(2, write_beside_collectives, str(tmp_path / "run"))
     for rank, (where, steps, rank_state, words) in enumerate(answers):
         assert where == str(tmp_path / "run/checkpoints/step-000000000001")
         assert steps > 5  # nobody waited for rank 1
@@ -132,7 +130,7 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path):
         assert manifest["world_size"] == 2
     # A choice that cannot be met is an error on both ranks, not a wait of one
     # for the other.
-    found = run_processes(2, lookup, tmp_path, broken.uri)
+    found = run_processes(2, lookup, broken.uri)
     assert found == [["step-000000000040", False, True]] * 2
 
 
@@ -159,8 +157,8 @@ def take(rank, world_size, path):
 
 
 def test_what_one_rank_cannot_take_none_takes(tmp_path):
-    found = run_processes(2, take, tmp_path, str(tmp_path / "run"))
+    found = run_processes(2, take, str(tmp_path / "run"))
     assert found == [["step-000000000002", {"rank": rank}] for rank in (0, 1)]
-    assert run_processes(1, take, tmp_path, str(tmp_path / "run")) == [
+    assert run_processes(1, take, str(tmp_path / "run")) == [
         ["step-000000000004", None]
     ]

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE, train_on
+from tests.specs import BASE, ranked, train_on
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
-from trainers.launch.local import LocalContext
 from trainers.launch.spec import make_spec
 from trainers.loop.fit import fit
 from trainers.start import prepare_storage
@@ -84,7 +83,7 @@ def run(task, rank, world_size, **changes):
         "evaluate.every_steps": 3,
         "log_every_steps": 7,
     } | changes
-    return train_on(task, rank, world_size, **dotted)
+    return train_on(task, ranked(rank, world_size), **dotted)
 
 
 def train_all(rank, world_size):
@@ -116,9 +115,9 @@ def train_all(rank, world_size):
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.campaign)]
 )
-def test_a_collective_in_the_task_trains_and_evaluates(world_size, tmp_path):
+def test_a_collective_in_the_task_trains_and_evaluates(world_size):
     plain, *others, size, wanted, uneven = run_processes(
-        world_size, train_all, tmp_path
+        world_size, train_all
     )[0]
     assert others == [plain] * 6
     assert size == 4
@@ -132,9 +131,7 @@ def use(rank, world_size, path):
         TrainConfig, BASE, changes | {"evaluate.microbatch_size": 40}
     )
     spec = make_spec(tree, "test", path)
-    context = LocalContext(
-        spec.storage, "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, spec.uri)
     if rank == 0:
         prepare_storage(spec, fresh=False)
     task = Gathers("reduce", in_forward=True)
@@ -146,7 +143,7 @@ def use(rank, world_size, path):
 
 
 def test_a_collective_in_the_task_is_evaluated_and_predicts(tmp_path):
-    (first, rows), second = run_processes(2, use, tmp_path, tmp_path)
+    (first, rows), second = run_processes(2, use, tmp_path)
     assert second == (first, rows)
     assert rows == len(Gathers("reduce").dataset("val"))
 
@@ -183,8 +180,8 @@ def unused(rank, world_size):
     return str(raised.value)
 
 
-def test_a_parameter_that_ends_to_have_a_gradient_is_named(tmp_path):
-    for said in run_processes(2, unused, tmp_path):
+def test_a_parameter_that_ends_to_have_a_gradient_is_named():
+    for said in run_processes(2, unused):
         assert "`spare.weight`, `spare.bias`" in said
 
 
@@ -207,10 +204,8 @@ def evaluated(rank, world_size):
     ).metrics["val_loss"]
 
 
-def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(
-    tmp_path,
-):
-    assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(
+def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks():
+    assert run_processes(2, evaluated)[0] == pytest.approx(
         evaluated(0, 1), rel=1e-12
     )
 
@@ -250,7 +245,7 @@ def hear(rank, world_size):
     return task.told
 
 
-def test_every_rank_is_told_the_same(tmp_path):
-    first, second = run_processes(2, hear, tmp_path)
+def test_every_rank_is_told_the_same():
+    first, second = run_processes(2, hear)
     assert first == second
     assert first[:-1] == [(step, 2.0 * step) for step in range(1, 8)]

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.distributed.processes import run_processes
-from tests.specs import train_on, whole_state
+from tests.specs import ranked, train_on, whole_state
 from tests.tasks import Blobs
-from trainers.storage import Storage
 
 STEPS = 12
 
@@ -31,7 +30,7 @@ def run(rank, world_size, path, strategy, steps=STEPS, task=Blobs, **dotted):
     }
     dotted |= {"strategy": strategy, "microbatch_size": 5}
     made = task(samples=96, dtype="float64")
-    return train_on(made, rank, world_size, path, **dotted).metrics
+    return train_on(made, ranked(rank, world_size, path), **dotted).metrics
 
 
 def train_all(rank, world_size, path):
@@ -56,7 +55,7 @@ def train_all(rank, world_size, path):
 
 def state(path):
     """The averages, and the model's own weights as `own.<name>`."""
-    read = whole_state(Storage(str(path)), STEPS)
+    read = whole_state(path, STEPS)
     model = read["model"]
     return model | {
         f"own.{name}": one for name, one in read["ema"]["own"].items()
@@ -70,7 +69,7 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
         torch.equal(expected[name], expected[f"own.{name}"])
         for name in list(expected)[:4]
     )
-    for metrics in run_processes(2, train_all, tmp_path, tmp_path)[0]:
+    for metrics in run_processes(2, train_all, tmp_path)[0]:
         assert metrics == pytest.approx(alone, rel=1e-12)
     for strategy in ("ddp", "fsdp"):
         whole, cut = (
@@ -83,7 +82,7 @@ def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
                 tensor, expected[name], rtol=1e-12, atol=1e-14
             )
     base, *others = (
-        whole_state(Storage(str(tmp_path / f"frozen-{name}")), STEPS)
+        whole_state(tmp_path / f"frozen-{name}", STEPS)
         for name in ("ddp", "fsdp", "cut")
     )
     assert list(base["model"]) == ["2.weight", "2.bias"], (

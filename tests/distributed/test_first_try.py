@@ -8,17 +8,11 @@ from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_collectives import run
-from tests.specs import BASE
+from tests.specs import curve, logged, ranked, train_on
 from tests.tasks import Blobs
 from tests.unit.test_first_try import Table
 from tests.unit.test_refused import Classes, Contrastive
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
 from trainers.errors import ConfigError
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 
 
 class Graph(nn.Module):
@@ -99,9 +93,9 @@ def train(rank, world_size):
     return found
 
 
-def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
-    [alone] = run_processes(1, train, tmp_path)
-    for found in run_processes(2, train, tmp_path):
+def test_two_ranks_have_the_splits_and_losses_of_one():
+    [alone] = run_processes(1, train)
+    for found in run_processes(2, train):
         for name in ("random_split", "constructor", "sparse"):
             assert found[name] == pytest.approx(alone[name], rel=1e-5), name
         assert found["entropy"] == 'dataset("train")'
@@ -128,11 +122,9 @@ def mix(rank, world_size):
     return found
 
 
-def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(
-    tmp_path,
-):
-    [[alone, *_]] = run_processes(1, mix, tmp_path)
-    for found in run_processes(2, mix, tmp_path):
+def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up():
+    [[alone, *_]] = run_processes(1, mix)
+    for found in run_processes(2, mix):
         assert found == [
             pytest.approx(alone, rel=1e-5),
             "strategy",
@@ -140,44 +132,24 @@ def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(
         ]
 
 
-class Stops(LocalContext):
-    """Asks for an end whenever it may."""
-
-    def should_stop(self, elapsed_s):
-        return True
-
-
 def part(rank, world_size, path, stops):
-    tree = override(
-        TrainConfig,
-        BASE,
-        {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3},
-    )
-    kind = Stops if stops else LocalContext
-    context = kind(
-        Storage(str(path)), "spawn", rank, world_size, rank, world_size
-    )
-    return fit(
-        Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context
-    ).status
+    """With `stops` it is asked for an end whenever it may be."""
+    changes = {
+        "max_steps": 8,
+        "log_every_steps": 4,
+        "evaluate.every_steps": 3,
+    }
+    context = ranked(rank, world_size, path)
+    context.should_stop = lambda elapsed_s: stops
+    return train_on(Blobs(dtype="float64"), context, **changes).status
 
 
 def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
-    assert (
-        run_processes(2, part, tmp_path, tmp_path / "moved", True)
-        == ["stopped"] * 2
-    )
+    assert run_processes(2, part, tmp_path / "moved", True) == ["stopped"] * 2
     for name in ("moved", "whole"):
-        assert run_processes(1, part, tmp_path, tmp_path / name, False) == [
-            "done"
-        ]
+        assert run_processes(1, part, tmp_path / name, False) == ["done"]
     moved, whole = (
-        [
-            row
-            for row in read_log(Storage(str(tmp_path / name)))
-            if "train_loss" in row
-        ]
-        for name in ("moved", "whole")
+        logged(tmp_path / name, "train_loss") for name in ("moved", "whole")
     )
     assert (
         [row["step"] for row in moved]
@@ -185,5 +157,5 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
         == [4, 8]
     )
     assert [row["train_loss"] for row in moved] == pytest.approx(
-        [row["train_loss"] for row in whole], rel=1e-12
+        curve(tmp_path / "whole"), rel=1e-12
     )

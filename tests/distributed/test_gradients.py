@@ -106,9 +106,9 @@ def all_gradients(rank, world_size):
 @pytest.mark.parametrize(
     "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
 )
-def test_every_factoring_gives_one_gradient(world_size, tmp_path):
+def test_every_factoring_gives_one_gradient(world_size):
     alone = all_gradients(0, 1)
-    ranks = run_processes(world_size, all_gradients, tmp_path)
+    ranks = run_processes(world_size, all_gradients)
     for ours, theirs in zip(ranks[0], ranks[-1], strict=True):
         assert all(map(torch.equal, ours[0], theirs[0])), (
             "the same bits on every rank"
@@ -177,9 +177,7 @@ def all_evaluations(rank, world_size):
 @pytest.mark.parametrize(
     "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
 )
-def test_evaluation_is_one_figure_for_any_number_of_workers(
-    world_size, tmp_path
-):
+def test_evaluation_is_one_figure_for_any_number_of_workers(world_size):
     alone = all_evaluations(0, 1)
     assert alone[-1].keys() >= {
         "val_auroc",
@@ -190,7 +188,4 @@ def test_evaluation_is_one_figure_for_any_number_of_workers(
     }
     assert 0 < alone[-1]["val_accuracy"] < 1
     assert 0 < alone[-1]["val_auroc"] < 1
-    assert (
-        run_processes(world_size, all_evaluations, tmp_path)
-        == [alone] * world_size
-    )
+    assert run_processes(world_size, all_evaluations) == [alone] * world_size

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import processes
+from tests.specs import read_json
 
 # an address that this machine has, and no other part of a group listens on
 NODE = "127.0.0.2"
@@ -63,7 +64,7 @@ def _member(rank, directory, local_world_size, node):
         place.with_suffix(".new").rename(place)
     while not place.exists():
         time.sleep(0.01)
-    worker_group._join(*json.loads(place.read_text()), "gloo")
+    worker_group._join(*read_json(place), "gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     found = {
@@ -81,10 +82,7 @@ def group(directory, local_world_size, node=NODE):
     processes._fork(
         _member, (str(directory), local_world_size, node), nprocs=2
     )
-    found = [
-        json.loads((directory / f"{rank}.json").read_text())
-        for rank in range(2)
-    ]
+    found = [read_json(directory / f"{rank}.json") for rank in range(2)]
     assert [one["sum"] for one in found] == [2, 2]
     return found
 

@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
-from tests.specs import REPOSITORY, as_job, losses, train_on, tree
+from tests.specs import losses, make, ranked, train_on
 from tests.tasks import Blobs
 from trainers.launch.local import run_local, run_spawn
-from trainers.launch.spec import make_spec
 
 PHASES = ("forward", "backward", "optimizer")
 M_ARENA_MAX = -8  # of malloc.h
@@ -111,7 +110,7 @@ def train(task, rank, world_size):
         "evaluate.every_steps": 7,
         "log_every_steps": 7,
     }
-    result = train_on(task, rank, world_size, **changes)
+    result = train_on(task, ranked(rank, world_size), **changes)
     return (
         result.microbatch_size,
         result.metrics["train_loss"],
@@ -134,9 +133,9 @@ def train_all(rank, world_size, every):
 @pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.campaign)]
 )
-def test_no_hang_the_largest_size_and_the_same_result(every, tmp_path):
+def test_no_hang_the_largest_size_and_the_same_result(every):
     world_size = 3
-    plain, *found = run_processes(world_size, train_all, tmp_path, every)[0]
+    plain, *found = run_processes(world_size, train_all, every)[0]
     share = -(-BATCH // world_size)
     assert plain[0] == share
     assert len(found) == (27 if every else 9)
@@ -198,10 +197,9 @@ def mid_training(tmp_path, name, workers, **task_args):
     else:
         changes |= {"task_args": {"samples": 170, "dtype": "float64"}}
     launcher = "spawn" if workers > 1 else "local"
-    made = tree(
+    return make(
         tmp_path, scaling__num_workers=workers, launcher=launcher, **changes
     )
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def train_real(rank, world_size):
     found = []
     for limit in (most, resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        result = train_on(Wide(), rank, world_size, **changes)
+        result = train_on(Wide(), ranked(rank, world_size), **changes)
         found += [result.status, result.microbatch_size]
         found += [result.metrics["val_loss"]]
     return found
@@ -271,11 +269,11 @@ class Wide(Blobs):
 
 
 @pytest.mark.full
-def test_real_memory_ends_the_same_way(tmp_path):
+def test_real_memory_ends_the_same_way():
     """Under a hard limit of its address space the process takes a smaller
     microbatch, and learns the same.
     """
-    [found] = run_processes(1, train_real, tmp_path)
+    [found] = run_processes(1, train_real)
     status, size, loss, free_status, free_size, free_loss = found
     assert (status, free_status, free_size) == ("done", "done", 4096)
     assert 64 <= size < 4096

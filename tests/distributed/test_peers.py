@@ -37,15 +37,11 @@ def test_what_ranks_must_have_in_common(tmp_path):
     shared = str(tmp_path / "shared")
     own = str(tmp_path / "own")
     same = ["2.15.0"] * 3
-    for name in ("equal", "storage", "versions"):
-        (tmp_path / name).mkdir()
-    equal = run_processes(3, outcome, tmp_path / "equal", [shared] * 3, same)
+    equal = run_processes(3, outcome, [shared] * 3, same)
     assert equal == [("", 0)] * 3, "no rank waits for a file that is there"
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
 
-    apart = run_processes(
-        3, outcome, tmp_path / "storage", [shared, shared, own], same
-    )
+    apart = run_processes(3, outcome, [shared, shared, own], same)
     assert len({words.replace(own, shared) for words, *_ in apart}) == 1, (
         "all ranks end with the same words"
     )
@@ -56,7 +52,6 @@ def test_what_ranks_must_have_in_common(tmp_path):
     other = run_processes(
         3,
         outcome,
-        tmp_path / "versions",
         [shared] * 3,
         ["2.15.0", "2.14.1", "2.15.0"],
     )
@@ -80,4 +75,4 @@ def again(rank, world_size, place):
 
 def test_two_runs_of_one_torchrun(tmp_path):
     place = str(tmp_path / "agent")
-    assert run_processes(2, again, tmp_path, place) == [[2.0, 2.0]] * 2
+    assert run_processes(2, again, place) == [[2.0, 2.0]] * 2

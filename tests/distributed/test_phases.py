@@ -64,12 +64,12 @@ class Chosen(Adversarial):
 def test_a_run_goes_on_with_other_ranks(before, after, tmp_path):
     """After step 7, the third of five of the critic, in the second epoch."""
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
-    whole = run_processes(before, losses, tmp_path, Wasserstein(), changes)[0]
+    whole = run_processes(before, losses, Wasserstein(), changes)[0]
     first = run_processes(
-        before, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved", 7
+        before, losses, Wasserstein(), changes, tmp_path / "moved", 7
     )[0]
     last = run_processes(
-        after, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved"
+        after, losses, Wasserstein(), changes, tmp_path / "moved"
     )[0]
     assert (len(first), len(last)) == (7, 5)
     assert first + last == pytest.approx(whole, rel=1e-12)
@@ -94,11 +94,11 @@ def buffers(rank, world_size):
     return seen
 
 
-def test_buffers_are_rank_0s_when_a_step_begins(tmp_path):
+def test_buffers_are_rank_0s_when_a_step_begins():
     """The last step of an epoch has three samples: one rank has a microbatch
     more, and turns them further.
     """
-    one, other = run_processes(2, buffers, tmp_path)
+    one, other = run_processes(2, buffers)
     assert len(one) == 24
     assert all(
         torch.equal(ours, theirs)

@@ -56,7 +56,7 @@ def train_kinds(rank, world_size, path):
     "world_size", [2, pytest.param(3, marks=pytest.mark.campaign)]
 )
 def test_every_kind_is_trained_as_by_a_plain_loop(world_size, tmp_path):
-    ranks = run_processes(world_size, train_kinds, tmp_path, tmp_path)
+    ranks = run_processes(world_size, train_kinds, tmp_path)
     for number, (kind, make) in enumerate(KINDS.items()):
         expected = in_a_plain_loop(make(), configured())
         for found in ranks:
@@ -80,9 +80,7 @@ def train_cases(rank, world_size, path, cases):
 @given(st.integers(1, 3), st.lists(CASES, min_size=5, max_size=5))
 def test_any_small_model_is_trained_as_by_a_plain_loop(world_size, cases):
     with tempfile.TemporaryDirectory() as directory:
-        ranks = run_processes(
-            world_size, train_cases, Path(directory), Path(directory), cases
-        )
+        ranks = run_processes(world_size, train_cases, Path(directory), cases)
     for place, case in enumerate(cases):
         tolerance = 1e-6 if case.single else 1e-8
         expected = in_a_plain_loop(Drawn(case), case.config())
@@ -143,7 +141,7 @@ def refused(rank, world_size, path):
 
 
 def test_what_ranks_cannot_do_together_is_refused_by_name(tmp_path):
-    for apart, left_out in run_processes(2, refused, tmp_path, tmp_path):
+    for apart, left_out in run_processes(2, refused, tmp_path):
         assert "`2.bias`" in apart
         assert "`second.weight`, `second.bias`" in left_out
     assert not [*tmp_path.glob("*/checkpoints")]

@@ -59,12 +59,12 @@ def curves(rank, world_size, task, sizes):
     ids=named,
 )
 def test_the_curve_is_that_of_one_rank_and_one_microbatch(
-    task, tolerance, world_size, tmp_path
+    task, tolerance, world_size
 ):
     """Steps of six and, the last of an epoch, of three samples: one of four
     ranks then has none.
     """
-    [[alone, *split]] = run_processes(1, curves, tmp_path, task, [6, 4, 1])
+    [[alone, *split]] = run_processes(1, curves, task, [6, 4, 1])
     assert len(alone) == 12
     # A critic's loss is a difference of terms near 1, which is near 0 in one
     # of these steps.
@@ -73,9 +73,7 @@ def test_the_curve_is_that_of_one_rank_and_one_microbatch(
         *split,
         *(
             one
-            for rank in run_processes(
-                world_size, curves, tmp_path, task, [6, 1]
-            )
+            for rank in run_processes(world_size, curves, task, [6, 1])
             for one in rank
         ),
     ]:
@@ -95,5 +93,5 @@ def resumed(rank, world_size, task, path):
 @pytest.mark.full
 @pytest.mark.parametrize("task", [SINGLE[0], *OTHERS], ids=named)
 def test_a_resume_on_two_ranks_is_bit_equal(task, tmp_path):
-    run_processes(2, resumed, tmp_path, task, tmp_path)
+    run_processes(2, resumed, task, tmp_path)
     assert_same_training(tmp_path / "cut", tmp_path / "whole")

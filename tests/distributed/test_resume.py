@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.specs import REPOSITORY, as_job, losses, tree
+from tests.specs import losses, make
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
-from trainers.launch.spec import make_spec
 
 
 def spec(tmp_path, name, workers, kill_at=(), **changes):
@@ -27,11 +26,9 @@ def spec(tmp_path, name, workers, kill_at=(), **changes):
         "checkpoint__every_steps": 3,
         **changes,
     }
-    made = tree(
+    return make(
         tmp_path, task_args=args, scaling__num_workers=workers, **changes
     )
-    # Three workers on two cores will do.
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def run_killed(killed, marker):

@@ -53,8 +53,8 @@ def torchs_own_test(rank, world_size):
 @pytest.mark.parametrize(
     "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
 )
-def test_torchs_own_test_passes(world_size, tmp_path):
-    for made in run_processes(world_size, torchs_own_test, tmp_path):
+def test_torchs_own_test_passes(world_size):
+    for made in run_processes(world_size, torchs_own_test):
         assert len(made) == 3
 
 
@@ -84,17 +84,14 @@ def train(rank, world_size, by_rank):
         return str(error)
 
 
-def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(
-    tmp_path,
-):
-    [alone] = run_processes(1, train, tmp_path, False)
+def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one():
+    [alone] = run_processes(1, train, False)
     assert (
-        run_processes(3, train, tmp_path, False)
-        == [pytest.approx(alone, rel=1e-12)] * 3
+        run_processes(3, train, False) == [pytest.approx(alone, rel=1e-12)] * 3
     )
 
 
-def test_a_sampler_that_splits_by_rank_is_refused(tmp_path):
-    for said in run_processes(2, train, tmp_path, True):
+def test_a_sampler_that_splits_by_rank_is_refused():
+    for said in run_processes(2, train, True):
         assert "sampler" in said
         assert "gives each rank different samples" in said

@@ -5,6 +5,7 @@ to the bit, and killed at every kind of write.
 import contextlib
 import os
 import signal
+from functools import partial
 
 import pytest
 from torch.multiprocessing.spawn import (
@@ -14,12 +15,8 @@ from torch.multiprocessing.spawn import (
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_strategies import Averaged
-from tests.specs import BASE, whole_state
+from tests.specs import ranked, train_on, whole_state
 from tests.unit.test_row_shards import same
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 STEPS = 7
@@ -44,24 +41,16 @@ def train(rank, world_size, path, name, source=None, **dotted):
         "microbatch_size": 5,
         "optimizer.lr": 0.01,
     }
-    config = build(
-        TrainConfig, override(TrainConfig, BASE, base | dotted), "test"
-    )
-    context = LocalContext(
-        Storage(str(path / name)), "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, path / name)
     if source is not None:
-        context.source = Storage(str(path / source))
-    fit(Averaged(samples=96, dtype="float64"), config, context)
-
-
-def train_by(rank, world_size, path, name, source, strategy):
-    train(rank, world_size, path, name, source, strategy=strategy)
+        context.source = Storage(path / source)
+    made = Averaged(samples=96, dtype="float64")
+    train_on(made, context, **base | dotted)
 
 
 def kept(path, step=STEPS):
     """All that a run's checkpoint holds but the time that it took."""
-    state = whole_state(Storage(str(path)), step)
+    state = whole_state(path, step)
     state["position"].pop("train_time_s")
     return state
 
@@ -82,15 +71,12 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
         ]
     ):
         name = f"{number}-{strategy}-{world_size}"
-        (tmp_path / f"processes-{number}").mkdir()
         run_processes(
             world_size,
-            train_by,
-            tmp_path / f"processes-{number}",
+            partial(train, strategy=strategy),
             tmp_path,
             name,
             before,
-            strategy,
         )
         files = {
             file.name
@@ -138,13 +124,10 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
     # Right after a write is right before the next one, but for the last.
     cases = [*((*file, False) for file in FILES), (*FILES[-1], True)]
     for number, (victim, file, after) in enumerate(cases):
-        directory = tmp_path / f"processes-{number}"
-        directory.mkdir()
         with pytest.raises((ProcessExitedException, ProcessRaisedException)):
             run_processes(
                 2,
                 train_killed,
-                directory,
                 tmp_path,
                 victim,
                 file,
@@ -156,20 +139,7 @@ def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
             tmp_path / "killed/checkpoints" / NAME / "manifest.json"
         ).exists()
         assert done == (file == "manifest.json" and after)
+    unbroken = partial(train, strategy="fsdp", **{"checkpoint.every_steps": 2})
     for name in ("killed", "unbroken"):
-        (tmp_path / f"processes-{name}").mkdir()
-        run_processes(
-            2, finish, tmp_path / f"processes-{name}", tmp_path, name
-        )
+        run_processes(2, unbroken, tmp_path, name)
     same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
-
-
-def finish(rank, world_size, path, name):
-    train(
-        rank,
-        world_size,
-        path,
-        name,
-        strategy="fsdp",
-        **{"checkpoint.every_steps": 2},
-    )

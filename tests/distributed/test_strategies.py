@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
-from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
+from tests.specs import evaluations, losses, make, ranked, whole_state
 from tests.tasks import Blobs
-from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
+from trainers.data.batch import tensors_of
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
-from trainers.launch.local import LocalContext, run_spawn
-from trainers.launch.spec import make_spec
+from trainers.launch.local import run_spawn
 from trainers.model.precision import TABLE
 from trainers.model.sharding import local, whole
 from trainers.model.strategy import compile_model, place_model, share_tensors
@@ -143,7 +142,7 @@ def spec(tmp_path, name, workers, strategy, task="Blobs", **changes):
         **changes,
     }
     launcher = "spawn" if workers > 1 else "local"
-    made = tree(
+    return make(
         tmp_path,
         task=f"{where}:{task}",
         task_args=args,
@@ -153,8 +152,6 @@ def spec(tmp_path, name, workers, strategy, task="Blobs", **changes):
         launcher=launcher,
         **changes,
     )
-    # Three workers on two cores will do.
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def execute(rank, world_size, specs):
@@ -162,36 +159,20 @@ def execute(rank, world_size, specs):
     results = []
     for each in specs:
         try:
-            results.append(
-                each.execute(
-                    LocalContext(
-                        each.storage,
-                        "test",
-                        rank,
-                        world_size,
-                        rank,
-                        world_size,
-                    )
-                )
-            )
+            results.append(each.execute(ranked(rank, world_size, each.uri)))
         except ConfigError as error:
             results.append(str(error))
     return results
 
 
-def run(tmp_path, *specs):
+def run(*specs):
     """The specs, all for one number of workers: in one group of new processes,
     or in this process.
     """
     workers = specs[0].config.scaling.max_workers
     if workers == 1:
-        return execute(0, 1, list(specs))
-    directory = (
-        tmp_path
-        / f"processes-{specs[0].config.name}-{workers}-{specs[0].config.max_steps}"
-    )
-    directory.mkdir()
-    return run_processes(workers, execute, directory, list(specs))[0]
+        return execute(0, 1, specs)
+    return run_processes(workers, execute, specs)[0]
 
 
 def same_curve(one, other, rel=1e-10):
@@ -278,11 +259,11 @@ def measure(rank, world_size):
     "world_size", [3, pytest.param(2, marks=pytest.mark.campaign)]
 )
 def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(
-    world_size, tmp_path
+    world_size,
 ):
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
-    ranks = run_processes(world_size, measure, tmp_path)
+    ranks = run_processes(world_size, measure)
     for (expected, loss), (found, found_loss) in zip(
         alone, ranks[0][0], strict=True
     ):
@@ -341,7 +322,6 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path):
         for name, task in (("fp16", "Blobs"), ("bf16", "Deep"))
     ]
     run(
-        tmp_path,
         *[each for pair in [*pairs, normed, *halves] for each in pair],
     )
     for sharded, replicated in [*pairs, normed]:
@@ -378,11 +358,6 @@ def outline(value):
     )
 
 
-def kept_state(each):
-    loaded = Checkpoints(each.storage, Group(0, 1, CPU), 1).load()
-    return loaded.state
-
-
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("adamw", marks=pytest.mark.full), "sgd"]
 )
@@ -403,14 +378,14 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
         max_steps=4 * len(chain),
         **common,
     )
-    run(tmp_path, unbroken)
-    expected = kept_state(unbroken)
+    run(unbroken)
+    expected = whole_state(unbroken.uri, 4 * len(chain))
     for index, (strategy, workers) in enumerate(chain, 1):
         moved = spec(
             tmp_path, "moved", workers, strategy, max_steps=4 * index, **common
         )
-        run(tmp_path, moved)
-        state = kept_state(moved)
+        run(moved)
+        state = whole_state(moved.uri, 4 * index)
         assert state["position"]["step"] == 4 * index
         for section in ("model", "task"):
             assert outline(state[section]) == outline(expected[section]), (
@@ -429,25 +404,14 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
     assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-10)
     for section in ("model", "task", "optimizer"):
         pairs = zip(
-            tensors(state[section]), tensors(expected[section]), strict=True
+            tensors_of(state[section]),
+            tensors_of(expected[section]),
+            strict=True,
         )
         assert all(
             torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
             for ours, theirs in pairs
         ), section
-
-
-def tensors(value):
-    if isinstance(value, Tensor):
-        return [value]
-    nested = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
-    return [tensor for entry in nested for tensor in tensors(entry)]
 
 
 # --- memory and compilation
@@ -465,7 +429,7 @@ def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path):
     )
     assert run_spawn(adaptive).microbatch_size == 6  # of a share of 12
     reference = spec(tmp_path, "reference", 1, "none")
-    run(tmp_path, reference)
+    run(reference)
     same_curve(adaptive, reference)
 
     with pytest.raises(RunFailedError) as met:
@@ -514,8 +478,8 @@ def compiled(rank, world_size, backend):
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)],
 )
-def test_a_sharded_model_compiles_without_a_graph_break(backend, tmp_path):
-    eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
+def test_a_sharded_model_compiles_without_a_graph_break(backend):
+    eager, fast = run_processes(2, compiled, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -541,7 +505,7 @@ def test_activations_that_are_computed_again_are_those_that_were(tmp_path):
         for strategy in ("ddp", "fsdp")
         for mode in modes
     }
-    for result in run(tmp_path, *specs.values()):
+    for result in run(*specs.values()):
         assert not isinstance(result, str), result
     for strategy in ("ddp", "fsdp"):
         whole_curve = losses(specs[strategy, "none"])

@@ -13,11 +13,11 @@ from tests.distributed.processes import printed_by, run_processes
 from tests.distributed.stream_kills import KINDS
 from tests.distributed.test_collectives import run
 from tests.faults.s3 import installed
-from tests.specs import make
+from tests.specs import make, ranked
 from tests.stream_tasks import Streamed
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
-from trainers.launch.local import LocalContext, run_local
+from trainers.launch.local import run_local
 from trainers.start import prepare_storage
 
 pytestmark = pytest.mark.full
@@ -33,24 +33,21 @@ def train(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("kind", ["numbered", "stateful", "by rank"])
-def test_any_number_of_ranks_trains_on_the_same_samples(
-    tmp_path, kind, monkeypatch
-):
+def test_any_number_of_ranks_trains_on_the_same_samples(kind, monkeypatch):
     if kind == "by rank":  # of a launcher around all of it
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
-    [alone] = run_processes(1, train, tmp_path, kind)
+    [alone] = run_processes(1, train, kind)
     assert (
-        run_processes(3, train, tmp_path, kind)
-        == [pytest.approx(alone, rel=1e-12)] * 3
+        run_processes(3, train, kind) == [pytest.approx(alone, rel=1e-12)] * 3
     )
 
 
 @pytest.mark.parametrize(
     "kind", ["own share", "own share later", "own share of val"]
 )
-def test_a_stream_that_is_split_by_rank_is_refused(tmp_path, kind):
-    for said in run_processes(2, train, tmp_path, kind):
+def test_a_stream_that_is_split_by_rank_is_refused(kind):
+    for said in run_processes(2, train, kind):
         assert "gives each rank different samples" in said
 
 
@@ -58,9 +55,7 @@ def use(rank, world_size, kind, spec, out):
     job = Inference(
         **dataclasses.asdict(spec), split="val", which="newest", out=out
     )
-    context = LocalContext(
-        spec.storage, "spawn", rank, world_size, rank, world_size
-    )
+    context = ranked(rank, world_size, spec.uri)
     try:
         found = infer(Streamed(kind), context, job)
     except ConfigError as error:
@@ -88,12 +83,9 @@ def test_what_was_trained_is_used_by_any_number_of_ranks(
         str(tmp_path / f"{world_size}.parquet") if predicts else None
         for world_size in (1, 2)
     ]
-    [alone] = run_processes(1, use, tmp_path, "numbered", trained, outs[0])
+    [alone] = run_processes(1, use, "numbered", trained, outs[0])
     assert alone[0] == 203
-    assert (
-        run_processes(2, use, tmp_path, "numbered", trained, outs[1])
-        == [alone] * 2
-    )
+    assert run_processes(2, use, "numbered", trained, outs[1]) == [alone] * 2
     if predicts:
         alone_rows, rows = (Path(str(out)).read_bytes() for out in outs)
         assert rows == alone_rows

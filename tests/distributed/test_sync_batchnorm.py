@@ -98,8 +98,8 @@ def train_all(rank, world_size):
     return [whole.metrics, uneven.steps]
 
 
-def test_two_workers_normalise_as_one_does(tmp_path):
+def test_two_workers_normalise_as_one_does():
     alone = run(Normed(), 0, 1, microbatch_size=24, **ON).metrics
-    for metrics, steps in run_processes(2, train_all, tmp_path):
+    for metrics, steps in run_processes(2, train_all):
         assert metrics == pytest.approx(alone, rel=1e-10)
         assert steps == 7

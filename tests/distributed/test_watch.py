@@ -6,12 +6,11 @@ import pytest
 
 from tests.conftest import SCRATCH
 from tests.distributed.processes import run_module
-from tests.specs import REPOSITORY, as_job, make, tree
+from tests.specs import REPOSITORY, make
 from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_spawn
-from trainers.launch.spec import make_spec
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 
@@ -23,13 +22,12 @@ def stuck(tmp_path, place, workers=1, **changes):
         **changes.pop("args", {}),
     }
     budgets = {"failure__hang_timeout_s": 8.0, "scaling__num_workers": workers}
-    made = tree(
+    return make(
         tmp_path,
         task="tests.tasks:Stuck",
         task_args=args,
         **{**budgets, **changes},
     )
-    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path):

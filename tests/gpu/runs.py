@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests import specs
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build, override
@@ -18,7 +19,6 @@ from trainers.launch.local import LocalContext
 from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
-from trainers.measure.run_log import read_log
 from trainers.model.optimizer import lr_factor
 from trainers.step.train_step import Replica
 from trainers.storage import Storage
@@ -26,34 +26,24 @@ from trainers.task import Task
 
 CUDA = torch.device("cuda", 0)
 
-BASE = {
-    "task": "tests.tasks:Blobs",
-    "max_steps": 30,
-    "global_batch_size": 24,
-    "log_every_steps": 1,
-    "optimizer": {"name": "adamw", "lr": 0.01},
+BASE = specs.BASE | {
     "lr_schedule": {"name": "cosine", "warmup": 4},
     "evaluate": {"every_steps": 1000},
     "checkpoint": {"every_steps": 1000},
-    "launcher": "local",
 }
 
 
 def config(device: torch.device, **changes: Any) -> TrainConfig:
     """BASE on `device` with dotted changes (`__` for a dot)."""
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return build(
-        TrainConfig,
-        override(TrainConfig, BASE, {"device": device.type, **dotted}),
-        "test",
-    )
+    chosen = {"device": device.type, **specs.dotted(changes)}
+    return build(TrainConfig, override(TrainConfig, BASE, chosen), "test")
 
 
 class Context(LocalContext):
     """Asks to stop once the loop has looked `looks` times (every ten steps)."""
 
     def __init__(self, path: Path | None, looks: int | None = None):
-        super().__init__(Storage(str(path)) if path else None, "local")
+        super().__init__(Storage(path) if path else None, "local")
         self.looks = looks
         self._looked = count(1)
 
@@ -72,15 +62,6 @@ def train(
     return fit(
         task or Blobs(), config(device, **changes), Context(path, looks)
     )
-
-
-def curve(path: Path) -> list[float]:
-    """The loss of every step."""
-    return [
-        record["train_loss"]
-        for record in read_log(Storage(str(path)))
-        if "train_loss" in record
-    ]
 
 
 def make(

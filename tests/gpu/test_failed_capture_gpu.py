@@ -5,23 +5,16 @@
 import pytest
 
 from tests.gpu.runs import CUDA, train
+from tests.gpu.test_graphs_auto_gpu import Reads
 from tests.tasks import Blobs
 from trainers.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
 
-class Waits(Blobs):
-    """Reads its loss on the host."""
-
-    def loss(self, outputs, batch):
-        loss = super().loss(outputs, batch)
-        return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
-
-
 def test_a_step_that_waits_is_an_error_that_says_so():
     with pytest.raises(ConfigError) as raised:
-        train(CUDA, task=Waits(), cuda_graphs=True)
+        train(CUDA, task=Reads(), cuda_graphs=True)
     text = str(raised.value)
     print(text)
     assert text.startswith(

@@ -12,7 +12,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from tests.gpu.runs import CUDA, Images, curve, train
+from tests.gpu.runs import CUDA, Images, train
+from tests.specs import curve
 from tests.tasks import Blobs
 from trainers.step import cuda_graphs as graphs
 
@@ -116,6 +117,8 @@ class Notes(Points):
 
 
 class Reads(Points):
+    """Waits for its loss on the host."""
+
     def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
         return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)

@@ -5,7 +5,8 @@ the last bit, from one launch.
 import pytest
 import torch
 
-from tests.gpu.runs import CUDA, Images, curve, make, stepper, train
+from tests.gpu.runs import CUDA, Images, make, stepper, train
+from tests.specs import curve
 from tests.tasks import Blobs
 from trainers.step import cuda_graphs as graphs
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-from tests.gpu.runs import CUDA, Images, curve, train
+from tests.gpu.runs import CUDA, Images, train
+from tests.specs import curve
 from trainers.devices.group import join_group, leave_group
 from trainers.model.strategy import Replicated
 

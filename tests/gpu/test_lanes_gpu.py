@@ -2,7 +2,6 @@
 memory that it needs.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import yaml
 
 from tests.conftest import REPOSITORY, SCRATCH
 from tests.gpu.runs import BASE
+from tests.specs import read_json
 
 TOO_LARGE = 1 << 50
 """Bytes that no device has."""
@@ -56,7 +56,7 @@ def test_a_sweep_in_lanes(tmp_path):
         text=True,
     )
     trials = [
-        json.loads(path.read_text())
+        read_json(path)
         for path in (tmp_path / "sweep" / "trials").glob("*.json")
     ]
     assert len(trials) == 2 * len(precisions), done.stderr[-2000:]

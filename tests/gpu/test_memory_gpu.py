@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.runs import CUDA, Hungry, Images, curve, train
+from tests.gpu.runs import CUDA, Hungry, Images, train
+from tests.specs import curve
 from tests.waits import HANG_S
 from trainers.causes import classify
 from trainers.step.microbatch import Probe

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.gpu.runs import CUDA, Images, curve, make, train
+from tests.gpu.runs import CUDA, Images, make, train
+from tests.specs import curve
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.data import feed as moves

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.runs import CUDA, Images, curve, train
+from tests.gpu.runs import CUDA, Images, train
+from tests.specs import curve
 from tests.tasks import Blobs
 
 OPTIONS = {"deterministic": True, "checkpoint__every_steps": 10}

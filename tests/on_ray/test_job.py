@@ -1,10 +1,11 @@
 """A sweep as a Ray job, which brings its code along."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.specs import read_json
 
 pytestmark = pytest.mark.ray
 
@@ -33,9 +34,7 @@ def test_as_a_ray_job(cluster, tmp_path, command):
     assert done.code == 0, done.out + done.err
     assert "digits-sweep: 2 trials" in done.out
     assert "trial 2/2" in done.out
-    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())[
-        "best"
-    ]["id"]
+    assert read_json(tmp_path / "digits-sweep/summary.json")["best"]["id"]
 
     [job] = jobs_of(cluster, tmp_path / "digits-sweep")
     assert job.type == "SUBMISSION"

@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tests.lane_tasks import POISON, Poison
-from tests.specs import BASE, REPOSITORY, evaluations, make
+from tests.specs import BASE, REPOSITORY, evaluations, logged, make
 from tests.waits import when
 from trainers import lease
 from trainers.config.model import build
 from trainers.errors import LeaseError
 from trainers.launch.local import run_local
 from trainers.lease import held
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.sweeps.spec import SAVED, _spec, prepare
 from tune.trials.journal import Journal
@@ -185,8 +183,7 @@ def test_a_hostile_trial_affects_itself_only(ended, tmp_path, command):
     (tmp_path / "alone.yaml").write_text(json.dumps(tree))
     done = command("-m trainers", str(tmp_path / "alone.yaml"), forked=True)
     assert done.code == 0, done.err
-    log = read_log(Storage(str(tmp_path / "alone")))
-    alone = rows([record for record in log if "val_loss" in record])
+    alone = rows(logged(tmp_path / "alone", "val_loss"))
     for name, record in by_name.items():
         assert "clean" not in name or rows(record.curve) == alone, name
     for kind, (status, words) in ENDED.items():

@@ -2,13 +2,13 @@
 not to fit never runs.
 """
 
-import json
 import math
 from collections import Counter
 
 import pytest
 
 from tests.on_ray.test_lanes import run, sweep
+from tests.specs import read_json
 from tune.trials.microbatch_bounds import Boundary
 
 pytestmark = pytest.mark.ray
@@ -37,9 +37,7 @@ def failures(tmp_path):
 
 
 def known(tmp_path):
-    return Boundary.from_plain(
-        json.loads((tmp_path / "sweep" / "boundary.json").read_text())
-    )
+    return Boundary.from_plain(read_json(tmp_path / "sweep" / "boundary.json"))
 
 
 @pytest.mark.campaign

@@ -1,6 +1,5 @@
 """An agent drives a sweep of digits: it checks, starts, watches, answers and extends."""
 
-import json
 import os
 import sys
 from typing import Any
@@ -11,6 +10,7 @@ from mcp import Client, StdioServerParameters
 
 from tests.conftest import REPOSITORY
 from tests.on_ray.test_job import jobs_of
+from tests.specs import read_json
 from trainers.config.yaml import dump_yaml
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -112,4 +112,4 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
 
 def trials(storage):
     files = (storage / "small/trials").glob("*.json")
-    return {file.stem: json.loads(file.read_text()) for file in files}
+    return {file.stem: read_json(file) for file in files}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from cluster.files.ray_up import load_cluster
@@ -42,6 +43,15 @@ LOCAL = {
 class _NoAliases(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set
+    for provider local.
+    """
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
 def shipped(name: str) -> Tree:

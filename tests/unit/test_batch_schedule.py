@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.specs import kept_result
+from tests.specs import kept_result, logged
 from tests.unit.test_ema import states
 from tests.unit.test_loop import Context, Tiny, check_resume
 from tests.unit.test_loop import config as tiny_config
@@ -21,14 +21,12 @@ from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
-from trainers.measure.run_log import read_log
 from trainers.model.optimizer import (
     build_optimizer,
     built_lr,
     lr_factor,
     lr_scale,
 )
-from trainers.storage import Storage
 
 Counted = tuple[int, int, int, int, int, int]
 """Epoch, number in it, first sample of the run, start and stop in the epoch, size."""
@@ -114,24 +112,21 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    "schedule",
     [
-        ([], "1 or more entries"),
-        ([{"until_samples": 80, "size": 8}], "every entry except the last"),
-        ([{"size": 8}, {"size": 16}], "every entry except the last"),
-        (
-            [
-                {"until_samples": 80, "size": 8},
-                {"until_samples": 80, "size": 16},
-                {"size": 32},
-            ],
-            "counts from the start",
-        ),
-        ([{"until_samples": 80, "size": 0}, {"size": 32}], "at least 1"),
-        ([{"samples": 80, "size": 8}, {"size": 32}], "not a known key"),
+        [],
+        [{"until_samples": 80, "size": 8}],
+        [{"size": 8}, {"size": 16}],
+        [
+            {"until_samples": 80, "size": 8},
+            {"until_samples": 80, "size": 16},
+            {"size": 32},
+        ],
+        [{"until_samples": 80, "size": 0}, {"size": 32}],
+        [{"samples": 80, "size": 8}, {"size": 32}],
     ],
 )
-def test_a_schedule_that_could_be_misread_is_refused(schedule, words):
+def test_a_schedule_that_could_be_misread_is_refused(schedule):
     with pytest.raises(ConfigError) as raised:
         config(batch_schedule=schedule)
     assert raised.value.field.startswith("batch_schedule")
@@ -199,11 +194,7 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     cuts = (2, 4, 6, 9) if "lr_schedule" in changes else (4, 9)
     check_resume(tmp_path, Tiny, *cuts, **changes)
     result = kept_result(tmp_path / "whole")
-    rows = [
-        row
-        for row in read_log(Storage(str(tmp_path / "cut")))
-        if "train_loss" in row
-    ]
+    rows = logged(tmp_path / "cut", "train_loss")
     batches = BatchSchedule(
         tiny_config(**CHANGING).batch_sizes, 22, bool(changes.get("drop_last"))
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.specs import read_json
 from trainers.checkpoint.manifest import FORMAT, seal
 from trainers.checkpoint.store import Checkpoints
 from trainers.devices.device import get_rng_state
@@ -28,7 +29,7 @@ MARKER = "code-ran"
 
 
 def make(path, keep=2):
-    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
+    return Checkpoints(Storage(path), Group(0, 1, CPU), keep)
 
 
 def state(step):
@@ -146,7 +147,7 @@ def edit_manifest(where, **changes):
     """Change keys of a manifest, None takes one away, and seal it again as
     whoever changed it on purpose would.
     """
-    manifest = json.loads((where / "manifest.json").read_text())
+    manifest = read_json(where / "manifest.json")
     is_sealed = changes.pop("seal", True)
     manifest = {
         key: value
@@ -163,7 +164,7 @@ def edit_manifest(where, **changes):
 def replace(where, file, data):
     """Give a file another content, with a manifest that fits."""
     (where / file).write_bytes(data)
-    files = json.loads((where / "manifest.json").read_text())["files"]
+    files = read_json(where / "manifest.json")["files"]
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     edit_manifest(where, files=files | {file: entry})
 
@@ -172,7 +173,6 @@ def replace(where, file, data):
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path, damage, caplog, monkeypatch
 ):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr("time.sleep", lambda _: None)
     save(make(tmp_path), 1, 2)
     DAMAGES[damage](folder(tmp_path, 2))
@@ -305,7 +305,7 @@ def test_storage_that_workers_do_not_share_is_noticed(tmp_path):
         def first(self, value):
             return value
 
-    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)
+    checkpoints = Checkpoints(Storage(tmp_path), TwoRanks(0, 2, CPU), 2)
     with pytest.raises(StorageError):
         save(checkpoints, 1)
     assert not (folder(tmp_path, 1) / "manifest.json").exists()

@@ -2,14 +2,12 @@
 and that it is written when it is met.
 """
 
-import json
-import logging
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.specs import read_json
 from tests.unit.test_checkpoint import kept
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Checkpoints
@@ -79,19 +77,17 @@ def train(path, scores, steps=None, **checkpoint):
     fit(
         Scripted(scores),
         config(steps, **checkpoint),
-        LocalContext(Storage(str(path)), "local"),
+        LocalContext(Storage(path), "local"),
     )
 
 
 def saved(path, step):
-    return json.loads(
-        (path / f"checkpoints/step-{step:012d}/manifest.json").read_text()
-    )
+    return read_json(path / f"checkpoints/step-{step:012d}/manifest.json")
 
 
 def opened(path, metric="val_score", smaller=False):
     return Checkpoints(
-        Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller)
+        Storage(path), Group(0, 1, CPU), 1, Best(metric, smaller)
     )
 
 
@@ -118,9 +114,7 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
 
 def test_without_a_metric_no_checkpoint_is_the_best(tmp_path):
     train(tmp_path, [0.5])
-    archive = Checkpoints(
-        Storage(str(tmp_path)), Group(0, 1, CPU), 1, None
-    ).archive
+    archive = Checkpoints(Storage(tmp_path), Group(0, 1, CPU), 1, None).archive
     assert archive.choose("newest")
     with pytest.raises(CheckpointError):
         archive.choose("best")
@@ -151,10 +145,7 @@ def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path):
     assert kept(tmp_path) == [14, 16]
 
 
-def test_a_damaged_best_gives_way_to_the_next_and_is_named(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+def test_a_damaged_best_gives_way_to_the_next_and_is_named(tmp_path, caplog):
     train(tmp_path, [0.1, 0.6, 0.5])
     where = tmp_path / "checkpoints/step-000000000004"
     (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])

@@ -15,6 +15,7 @@ from tests.unit.cluster_files import (
     WORKER,
     broken,
     drop,
+    in_the_repository,  # noqa: F401 (used by every test)
     put,
     remarks,
     replace,
@@ -26,15 +27,6 @@ from trainers.errors import ConfigError
 SPOT = f"{TYPES}.gpu_spot"
 CONSTRAINTS = "~/paceline-src/constraints.txt"
 PORTS = "provider.security_group.IpPermissions"
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set
-    for provider local.
-    """
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
 def opened(port, addresses):

@@ -11,18 +11,10 @@ from cluster.__main__ import main
 from cluster.files.ray_up import load_cluster
 from cluster.files.rules import expected_versions
 from tests.specs import REPOSITORY
+from tests.unit.cluster_files import in_the_repository  # noqa: F401 (used by every test)
 
 RAY_UP = ("aws", "gcp", "azure", "onprem")
 START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set
-    for provider local.
-    """
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
 def path_of(name):

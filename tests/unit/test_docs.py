@@ -3,13 +3,12 @@ files that the README names.
 """
 
 import inspect
-import json
 import re
 import runpy
 
 import pytest
 
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, read_json
 from trainers.task import Task
 
 PAGES = runpy.run_path(str(REPOSITORY / "docs/make.py"))["PAGES"]
@@ -55,7 +54,7 @@ def test_the_tests_that_show_a_promise_are_there():
 
 def test_the_readmes_loop_is_the_newest_result():
     newest = max((REPOSITORY / "benchmarks/results").glob("loop-*-cpu.json"))
-    found = json.loads(newest.read_text())["results"]
+    found = read_json(newest)["results"]
     works = [
         found[name]
         for name in (
@@ -89,9 +88,7 @@ def test_the_readmes_loop_is_the_newest_result():
 
 def test_the_sweeps_that_pages_name_are_the_newest_results():
     results = REPOSITORY / "benchmarks/results"
-    found = json.loads(max(results.glob("sweep-2*-cpu.json")).read_text())[
-        "results"
-    ]
+    found = read_json(max(results.glob("sweep-2*-cpu.json")))["results"]
     few, many = found["rows"]
     ray = f"{few['ray_s']:.0f} s with plain Ray, as documented ({'two trials measured' if few['ray_measured'] == 2 else 'all'}"
     text = words("README.md")
@@ -103,9 +100,7 @@ def test_the_sweeps_that_pages_name_are_the_newest_results():
         f"24 trials took {many['lanes_s']:.0f} s with Paceline, and {many['ray_s']:.0f} s with plain Ray"
         in text
     )
-    noop = json.loads(max(results.glob("sweep-noop-*-cpu.json")).read_text())[
-        "results"
-    ]
+    noop = read_json(max(results.glob("sweep-noop-*-cpu.json")))["results"]
     assert (
         f"the first cost {noop['first_s']:.2f} s each, the last {noop['last_s']:.2f} s"
         in words("docs/scale.md")

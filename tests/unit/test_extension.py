@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.specs import REPOSITORY, error_of
+from tests.specs import REPOSITORY, dotted, error_of
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError, StorageError
 from trainers.lease import held
@@ -98,7 +98,7 @@ def extended(spec, records, **keys):
     before = spec.storage.read(SAVED)
     longer = order_extension(
         spec.uri,
-        {key.replace("__", "."): value for key, value in keys.items()},
+        dotted(keys),
     )
     apply_extension(longer)
     once = by_id(journal.records())

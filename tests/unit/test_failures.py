@@ -19,7 +19,7 @@ from trainers.storage import Storage
 def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
     policy = FailurePolicy(
         FailureConfig(error=budget, out_of_host_memory=5),
-        Storage(str(tmp_path)),
+        Storage(tmp_path),
     )
     for _ in range(budget):
         policy.after_exception(None, {0: failure("error")})
@@ -33,7 +33,7 @@ def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
 def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
     tmp_path,
 ):
-    policy = FailurePolicy(FailureConfig(), Storage(str(tmp_path)))
+    policy = FailurePolicy(FailureConfig(), Storage(tmp_path))
     for _ in range(50):
         policy.after_exception(None, {0: failure("node_lost")})
         policy.after_exception(
@@ -46,7 +46,7 @@ def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path, ended):
     """To Ray a watchdog's exit is a worker's death; what the ranks saved names
     the culprit first.
     """
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     storage.write("hangs/0.txt", b"of an earlier start")
     policy = FailurePolicy(FailureConfig(hung=0), storage)
     policy.after_exception(None, {0: failure("node_lost")})
@@ -106,7 +106,7 @@ def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
 def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
     tmp_path,
 ):
-    policy = FailurePolicy(FailureConfig(node_lost=0), Storage(str(tmp_path)))
+    policy = FailurePolicy(FailureConfig(node_lost=0), Storage(tmp_path))
     gloo = RuntimeError(
         "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.specs import whole_state
 from tests.unit.test_loop import (
     Context,
     Tiny,
@@ -68,9 +69,7 @@ class Adapted(Tiny):
 
 
 def state(path, step=15):
-    return torch.load(
-        path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True
-    )
+    return whole_state(path, step)
 
 
 LEARNED = {

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.specs import dotted
 from trainers.__main__ import main as train
 from trainers.config.function import FunctionConfig, build_run
 from trainers.config.model import build
@@ -230,10 +231,7 @@ def test_only_what_may_take_memory_separates_batch_sizes(user):
         return key_of(
             trial_tree(
                 train,
-                {
-                    name.replace("__", "."): value
-                    for name, value in trial.items()
-                },
+                dotted(trial),
             ),
             "cpu",
         )

@@ -321,7 +321,7 @@ def kept(tmp_path_factory):
     what is known of microbatches.
     """
     directory = tmp_path_factory.mktemp("kept")
-    storage = Storage(str(directory))
+    storage = Storage(directory)
     archive = Archive(storage)
     names = ("state.pt", "rank-00000.pt")
     written = {
@@ -371,7 +371,7 @@ def kept(tmp_path_factory):
 READERS = [
     lambda storage: Archive(storage).choose("newest"),
     lambda storage: Archive(storage).read("step-000000000001", "state.pt"),
-    lambda storage: whole_state(storage, 2),
+    lambda storage: whole_state(storage.uri, 2),
     read_log,
     lambda storage: Journal(storage).records(),
     read_boundary,
@@ -411,4 +411,4 @@ def test_files_of_a_run_or_sweep(pattern, kept, data):
         spec = read_spec(write(directory, dump(named)), {})
         for read in [*READERS, lambda _: prepare_storage(spec, False)]:
             with refused_in_one_sentence():
-                read(Storage(str(directory)))
+                read(Storage(directory))

@@ -89,7 +89,7 @@ def test_what_is_no_file_of_text(kind, tmp_path, capsys):
             ), (door, file)
             one_sentence(capsys)
     with pytest.raises(PacelineError):
-        read_mapping(Storage(str(tmp_path)), "given.yaml")
+        read_mapping(Storage(tmp_path), "given.yaml")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
     monkeypatch.setattr(module.ray, "get", lambda value: value)
     monkeypatch.setattr(module, "is_alive", lambda: True)
     scaling = ScalingConfig()
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     lanes = Lanes(
         mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False
     )

@@ -101,7 +101,7 @@ def object_store(root, monkeypatch):
 def storage(request, tmp_path, monkeypatch):
     if request.param == "objects":
         return object_store(tmp_path, monkeypatch)
-    return Storage(str(tmp_path / "run"))
+    return Storage(tmp_path / "run")
 
 
 def elsewhere():
@@ -219,7 +219,7 @@ def test_a_lease_that_cannot_be_read_is_watched_like_any_other(
 
 
 def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(tmp_path):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     gate = threading.Barrier(8)
     got = []
     refused = []
@@ -311,7 +311,7 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path, number):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     before = signal.signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt), held(storage, MARK):  # noqa: PT012
         storage.write(MARK, b"")

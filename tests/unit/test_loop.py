@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import IterableDataset, TensorDataset
 
-from tests.specs import kept_result
+from tests.specs import kept_result, logged
 from trainers.checkpoint.store import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure.run_log import RunLog, read_log
+from trainers.measure.run_log import RunLog
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -82,7 +82,7 @@ class Context(LocalContext):
     """
 
     def __init__(self, path, stop=lambda: False, cut_at_step=None):
-        super().__init__(Storage(str(path)) if path else None, "local")
+        super().__init__(Storage(path) if path else None, "local")
         self.reports = []
         self.stop = stop
         self.cut_at_step = cut_at_step
@@ -123,24 +123,19 @@ def curve(path):
     """(step, learning rate, loss) of the log."""
     return [
         (row["step"], row["lr"], row["train_loss"])
-        for row in read_log(Storage(str(path)))
-        if "train_loss" in row
+        for row in logged(path, "train_loss")
     ]
 
 
 def evaluations(path):
-    return [
-        (row["step"], row["val_loss"])
-        for row in read_log(Storage(str(path)))
-        if "val_loss" in row
-    ]
+    return [(row["step"], row["val_loss"]) for row in logged(path, "val_loss")]
 
 
 def weights(path):
     from trainers.devices.group import Group
 
     loaded = Checkpoints(
-        Storage(str(path)), Group(0, 1, torch.device("cpu")), 1
+        Storage(path), Group(0, 1, torch.device("cpu")), 1
     ).load()
     return dict(loaded.state["model"])
 

@@ -5,8 +5,6 @@ happens when a lane is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ from tune.trials.steering import Steering
 
 WAIT_S = 0.05
 DONE = {"lane": 0, "status": "done"}
-Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
 
 def asynchronous(test):
@@ -399,7 +396,7 @@ def with_refuge(tmp_path, test):
     """Run a test whose trial `t` runs on lane 0, and has written to its refuge."""
 
     async def main():
-        mailbox = Mailbox(Storage(str(tmp_path / "sweep")))
+        mailbox = Mailbox(Storage(tmp_path / "sweep"))
         for lane in (0, 1):
             await mailbox.hello(lane)
         await mailbox.submit(assignment("t/1", "t"))

@@ -1,8 +1,8 @@
 """The mailbox and memory, without Ray: what one trial has learned decides for the next."""
 
 import asyncio
-import json
 
+from tests.specs import read_json
 from tests.unit.test_mailbox import WAIT_S, asynchronous, end_of, taken
 from trainers.config import TrainConfig
 from trainers.config.model import override
@@ -121,7 +121,7 @@ async def test_what_has_ended_is_forgotten(mailbox):
 
 
 def test_what_was_learned_outlives_the_mailbox(tmp_path):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
 
     async def first():
         mailbox = Mailbox(storage)
@@ -134,7 +134,7 @@ def test_what_was_learned_outlives_the_mailbox(tmp_path):
         assert await bounds(mailbox) == known
 
     asyncio.run(first())
-    [entry] = json.loads((tmp_path / "boundary.json").read_text()).values()
+    [entry] = read_json(tmp_path / "boundary.json").values()
     assert entry == {"fits": [8], "misfit": 12}
     asyncio.run(second((8, 12)))
     (tmp_path / "boundary.json").write_text('{"key": 3}')

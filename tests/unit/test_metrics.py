@@ -177,7 +177,7 @@ def row(step, **more):
 
 
 def test_the_log_is_read_in_order(tmp_path):
-    run = Storage(str(tmp_path))
+    run = Storage(tmp_path)
     log = RunLog(run)
     for step in (1, 2, 3, 20, 100):
         log.add(row(step))
@@ -192,7 +192,7 @@ def test_the_log_is_read_in_order(tmp_path):
 
 
 def test_a_cut_drops_what_will_be_redone(tmp_path):
-    run = Storage(str(tmp_path))
+    run = Storage(tmp_path)
     log = RunLog(run)
     for step in (5, 10, 15):
         log.add(row(step))
@@ -206,7 +206,7 @@ def test_a_cut_drops_what_will_be_redone(tmp_path):
 
 
 def test_figures_that_are_not_finite_are_kept(tmp_path):
-    run = Storage(str(tmp_path))
+    run = Storage(tmp_path)
     log = RunLog(run)
     log.add(row(1, val_loss=math.inf, other=math.nan))
     log.flush(1)

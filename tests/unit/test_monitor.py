@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.specs import logged
 from tests.unit.test_loop import PER_EPOCH, train
 from trainers.loop._monitor import Monitor
 from trainers.measure.clock import WARMUP_STEPS, StepClock
-from trainers.measure.run_log import read_log
 from trainers.model.precision import resolve_precision
-from trainers.storage import Storage
 
 CPU = torch.device("cpu")
 
@@ -103,10 +102,7 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
         1.0,
         0.0,
     )
-    assert [
-        record.getMessage().split(" the others")[0]
-        for record in caplog.records
-    ] == [
+    assert [line.split(" the others")[0] for line in caplog.messages] == [
         f"ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
         "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
@@ -115,9 +111,7 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
 
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     result = train(tmp_path, epochs=2)
-    rows = [
-        row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row
-    ]
+    rows = logged(tmp_path, "train_loss")
     assert all(
         row["samples_per_s"] > 0
         and row["step_time_s"] > 0

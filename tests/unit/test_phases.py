@@ -17,8 +17,6 @@ from trainers.errors import ConfigError, DivergedError
 from trainers.loop.fit import fit
 from trainers.task import Task
 
-Losses = dict[str, list[float]]
-
 
 class Gan(nn.Module):
     def __init__(self):

@@ -31,7 +31,7 @@ def test_every_kind_is_trained_as_by_a_plain_loop(kind, tmp_path):
         found, in_a_plain_loop(make(), configured()), rtol=1e-9, atol=1e-11
     )
 
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     config = configured()
     storage.write("config.yaml", json.dumps(config.tree()).encode())
     job = Inference(

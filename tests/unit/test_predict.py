@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.specs import evaluations, make
+from tests.specs import dotted, evaluations, make, whole_state
 from tests.tasks import Blobs
 from trainers.__main__ import main
 from trainers.config.sections import DataConfig
@@ -60,9 +60,7 @@ def written(task, path, size=32, precision="fp32"):
     forward = ForwardPass(model.eval(), task, TABLE[precision], CPU)
     with torch.no_grad():
         group = Group(0, 1, CPU)
-        predict(
-            forward, feed, size, group, Storage(str(path)), {"split": "val"}
-        )
+        predict(forward, feed, size, group, Storage(path), {"split": "val"})
     return pq.read_table(path)
 
 
@@ -236,7 +234,7 @@ def work(
 ):
     spec = run_spec(
         str(location),
-        {key.replace("__", "."): value for key, value in changes.items()},
+        dotted(changes),
         None,
     )
     job = Inference(
@@ -304,11 +302,7 @@ def test_predictions_are_the_trained_models(tmp_path):
     table = pq.read_table(result.out)
     task = Kept()
     model = Kept().model()
-    state = torch.load(
-        Path(spec.uri, "checkpoints/step-000000000030/state.pt"),
-        weights_only=True,
-    )
-    model.load_state_dict(state["model"])
+    model.load_state_dict(whole_state(spec.uri, 30)["model"])
     with torch.no_grad():
         expected = model.eval()(task.dataset("val").tensors[0])
     assert torch.allclose(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.specs import kept_result
+from tests.specs import curve, kept_result
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -22,7 +22,6 @@ from trainers.loop.fit import fit
 from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.profiler import memory_watched, save_memory_report
-from trainers.measure.run_log import read_log
 from trainers.model.strategy import compile_model
 from trainers.storage import Storage
 
@@ -48,16 +47,8 @@ def train(path, task=None, **changes):
     return fit(
         task or Blobs(),
         config(**changes),
-        LocalContext(Storage(str(path)) if path else None, "local"),
+        LocalContext(Storage(path) if path else None, "local"),
     )
-
-
-def losses(path):
-    return [
-        record["train_loss"]
-        for record in read_log(Storage(str(path)))
-        if "train_loss" in record
-    ]
 
 
 def profiled_steps(path):
@@ -71,8 +62,7 @@ def profiled_steps(path):
 
 
 @pytest.fixture
-def log(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+def log(caplog):
     with caplog.at_level(logging.INFO, logger="trainers"):
         yield caplog
 
@@ -87,13 +77,9 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path, log):
     }
     assert result.throughput.steps == 20 - WARMUP_STEPS - 1 - 3
     assert plain.throughput.steps == 20 - WARMUP_STEPS
-    assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
+    assert curve(tmp_path / "profiled") == curve(tmp_path / "plain")
     assert not (tmp_path / "plain" / "profile").exists()
-    table = next(
-        record.getMessage()
-        for record in log.records
-        if "profile of 3 steps" in record.getMessage()
-    )
+    table = next(line for line in log.messages if "profile of 3 steps" in line)
     assert "aten::addmm" in table
     assert "Self CPU" in table
 
@@ -141,7 +127,7 @@ def cuda(monkeypatch):
     ],
 )
 def test_nothing_else_is_reported(error, device, cuda, tmp_path):
-    save_memory_report(error, device, Storage(str(tmp_path)), 0)
+    save_memory_report(error, device, Storage(tmp_path), 0)
     assert not (tmp_path / "memory").exists()
 
 
@@ -151,7 +137,7 @@ def test_nothing_else_is_reported(error, device, cuda, tmp_path):
 def test_a_run_that_ends_out_of_memory_leaves_a_report(
     error, cuda, tmp_path, log
 ):
-    context = LocalContext(Storage(str(tmp_path)), "local")
+    context = LocalContext(Storage(tmp_path), "local")
     with pytest.raises(type(error)), memory_watched(config(), context):
         raise error
     memory = tmp_path / "memory"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.files.rules import expected_versions
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, read_json
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
@@ -111,9 +111,7 @@ def metrics():
 
 @pytest.fixture
 def dashboard():
-    return json.loads(
-        (MONITORING / "grafana.json").read_text(encoding="utf-8")
-    )
+    return read_json(MONITORING / "grafana.json")
 
 
 def queries(dashboard):

@@ -14,11 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.specs import error_of
+from tests.specs import error_of, logged
 from tests.unit.test_loop import Context, Power, config, weights
 from trainers.loop.fit import fit
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 from trainers.task import Task
 
 SAMPLES = 10
@@ -206,9 +204,7 @@ def test_metrics_whose_names_differ_between_batches(names, tmp_path):
     model.load_state_dict(weights(tmp_path))
     error = (model(inputs) - targets).abs()[:, 0]
     high = inputs[:, 0] > 0
-    found = [
-        row for row in read_log(Storage(str(tmp_path))) if "val_loss" in row
-    ][-1]
+    found = logged(tmp_path, "val_loss")[-1]
     for name, rows in (("high", high), ("low", ~high)):
         expected = error[rows].sum() / (
             SAMPLES if names == "other order" else rows.sum()

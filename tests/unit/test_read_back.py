@@ -3,7 +3,6 @@ end of a command in one sentence.
 """
 
 import json
-import logging
 from dataclasses import asdict
 
 import pytest
@@ -18,13 +17,6 @@ from trainers.step.ceiling import Ceiling
 from trainers.storage import Storage
 from tune.report.write import read_environment
 from tune.trials.journal import Journal, read_boundary, read_live
-
-
-@pytest.fixture
-def seen(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("tune"), "propagate", True)
-    return caplog
 
 
 @pytest.mark.parametrize(
@@ -45,7 +37,7 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(name, value, tmp_path):
         for key, one in (whole["curve"][-1] | {name: value}).items()
         if one is not None
     }
-    journal = Journal(Storage(str(tmp_path)))
+    journal = Journal(Storage(tmp_path))
     journal.append(done()[0])
     assert journal.find(whole["id"]) is not None
     (tmp_path / f"trials/{whole['id']}.json").write_text(
@@ -68,7 +60,7 @@ FILES = [
 
 @pytest.mark.parametrize("data", FILES)
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data, tmp_path, seen, capsys
+    data, tmp_path, caplog
 ):
     for name in (
         "microbatch.json",
@@ -78,16 +70,16 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
         "result.json",
     ):
         (tmp_path / name).write_bytes(data)
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     context = RunContext(storage, "local")
     assert Ceiling(context, "1 x cpu", may_shrink=True).read() is None
     assert read_boundary(storage).to_plain() == {}
     assert read_environment(storage) == {}
     assert read_live(storage) is None
     for name, said in (
-        ("microbatch.json", seen.text),
-        ("boundary.json", seen.text),
-        ("summary.json", seen.text),
+        ("microbatch.json", caplog.text),
+        ("boundary.json", caplog.text),
+        ("summary.json", caplog.text),
     ):
         fits = name == "summary.json" and data[:4] == b'{"a"'
         assert (f"{tmp_path}/{name}" in said) != fits
@@ -97,7 +89,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"\xff"])
 def test_a_damaged_line_of_the_log_is_named(tmp_path, line):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     storage.write("log/000000000001.jsonl", b'{"step": 1}\n' + line + b"\n")
     with pytest.raises(CheckpointError):
         read_log(storage)

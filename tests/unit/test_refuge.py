@@ -35,7 +35,7 @@ class Lane(RunContext):
 
 def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path):
     spec = make(tmp_path, checkpoint={})
-    refuge = Storage(str(tmp_path / "refuge"))
+    refuge = Storage(tmp_path / "refuge")
     unbroken = Lane(refuge)
     whole = spec.execute(unbroken)
     assert not refuge.exists(), "without a notice nothing is written"
@@ -73,7 +73,7 @@ def longer(tmp_path, **changes):
     """A run of 25 steps, which is then one of 50; and one that was that from
     its beginning.
     """
-    refuge = Storage(str(tmp_path / "refuge"))
+    refuge = Storage(tmp_path / "refuge")
     changes = {"log_every_steps": 10, **changes}
     make(tmp_path, max_steps=25, **changes).execute(Lane(refuge))
     spec = make(tmp_path, max_steps=50, **changes)
@@ -99,9 +99,7 @@ def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
 
 def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path):
     """Which stays as it is."""
-    first, second = (
-        Storage(str(tmp_path / name)) for name in ("first", "second")
-    )
+    first, second = (Storage(tmp_path / name) for name in ("first", "second"))
     make(tmp_path, max_steps=20).execute(Lane(first))
     clone = Lane(second)
     unbroken = Lane(None)
@@ -114,10 +112,10 @@ def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path):
 
 
 def test_a_run_that_ends_before_the_state_of_another_begins_anew(tmp_path):
-    first = Storage(str(tmp_path / "first"))
+    first = Storage(tmp_path / "first")
     make(tmp_path, max_steps=20).execute(Lane(first))
     shorter = make(tmp_path, max_steps=10)
-    clone = Lane(Storage(str(tmp_path / "second")))
+    clone = Lane(Storage(tmp_path / "second"))
     clone.source = first
     unbroken = Lane(None)
     result = shorter.execute(clone)

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Subset, TensorDataset
 
-from tests.specs import error_of
+from tests.specs import error_of, whole_state
 from tests.unit.test_evaluation import Weighted
 from tests.unit.test_loop import (
     RARE,
@@ -494,11 +494,7 @@ def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(
     assert not all(map(torch.equal, task.evaluated, trained)), (
         "the average is not where gradients are taken"
     )
-    kept = torch.load(
-        sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1]
-        / "state.pt",
-        weights_only=True,
-    )
+    kept = whole_state(tmp_path / "whole", result.steps)
     names = [name for name, _ in task.net.named_parameters()]
     for name, value in zip(names, task.evaluated, strict=True):
         torch.testing.assert_close(

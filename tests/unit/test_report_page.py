@@ -28,7 +28,7 @@ SMALL = """Math.min(...[...document.querySelectorAll('main p, main td, main th, 
 
 
 def test_the_page_in_a_browser(tmp_path):
-    sweep = Storage(str(tmp_path / "digits-sweep"))
+    sweep = Storage(tmp_path / "digits-sweep")
     write_report(
         sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None
     )
@@ -66,7 +66,7 @@ def test_a_wide_table_fits_the_page(tmp_path):
                 spent=Spent(0.0, 1.0, 2.0, 3.0))
         for n, one in enumerate(done() + failed())
     ]  # fmt: skip
-    sweep = Storage(str(tmp_path / "wide"))
+    sweep = Storage(tmp_path / "wide")
     write_report(sweep, config(), TRAIN, records, ENVIRONMENT, task_dir=None)
     inside = "(() => { const e = document.querySelector('.scroll'); return e.scrollWidth - e.clientWidth; })()"
     heads = "getComputedStyle(document.querySelector('thead')).display"
@@ -101,7 +101,7 @@ def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
         for copy in range(9)
         for record in done()
     ]
-    sweep = Storage(str(tmp_path / "many"))
+    sweep = Storage(tmp_path / "many")
     write_report(sweep, config(), TRAIN, records, ENVIRONMENT, task_dir=None)
     shown = """[...document.querySelector('#trials tbody').rows].filter(row => !row.hidden)
       .map(row => [...row.cells].map(cell => cell.textContent.trim()))"""

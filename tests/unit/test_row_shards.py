@@ -80,7 +80,7 @@ def cut_large(state, rank=0, world_size=1):
 
 def write(path, state, world_size):
     """Write the state as so many ranks would, one after another."""
-    archive = Archive(Storage(str(path)))
+    archive = Archive(Storage(path))
     cuts = [cut_large(state, rank, world_size) for rank in range(world_size)]
     files = {"state.pt": archive.write(NAME, "state.pt", cuts[0].rest)}
     for rank, cut in enumerate(cuts):
@@ -127,7 +127,7 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(
     assert set(cuts[0].rows) == weights | moments | others
     sizes = [sum(rows.nbytes for rows in cut.rows.values()) for cut in cuts]
     assert max(sizes) * world_size < sum(sizes) * 1.5 or world_size > 2
-    archive = Archive(Storage(str(tmp_path)))
+    archive = Archive(Storage(tmp_path))
     archive.verify(NAME)
     found, rows = archive.read_state(NAME)
     assert (
@@ -168,7 +168,7 @@ def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path):
         str(number): torch.rand(5_000_000) for number in range(10)
     }  # 200 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Archive(Storage(str(tmp_path))).write_rows(NAME, shard_file(0), rows)
+    Archive(Storage(tmp_path)).write_rows(NAME, shard_file(0), rows)
     assert (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
     )
@@ -177,7 +177,7 @@ def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path):
 def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state, tmp_path):
     rank = 1
     write(tmp_path, state, 3)
-    archive = Archive(Storage(str(tmp_path)))
+    archive = Archive(Storage(tmp_path))
     flip_a_bit(tmp_path / "checkpoints" / NAME / shard_file(rank))
     for other in {0, 1, 2} - {rank}:
         archive.verify(NAME, other, 3)
@@ -221,7 +221,7 @@ def test_a_strangers_rows_are_refused_in_a_sentence(name, state, tmp_path):
         shard_file(0),
         STRANGE[name]((where / shard_file(0)).read_bytes()),
     )
-    archive = Archive(Storage(str(tmp_path)))
+    archive = Archive(Storage(tmp_path))
     archive.verify(NAME)
     with pytest.raises(CheckpointError):
         read_model(archive)

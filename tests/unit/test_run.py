@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.specs import error_of, read_spec
+from tests.specs import dotted, error_of, read_spec
 from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
@@ -54,10 +54,7 @@ def user(user):
 
 
 def read(user, **overrides):
-    dotted = {
-        name.replace("__", "."): value for name, value in overrides.items()
-    }
-    return read_spec(str(user / "train.yaml"), dotted)
+    return read_spec(str(user / "train.yaml"), dotted(overrides))
 
 
 def test_a_file_becomes_a_spec(user, tmp_path):

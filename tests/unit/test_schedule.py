@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from tests.specs import error_of
+from tests.specs import error_of, whole_state
 from tests.unit.test_graphs import Fake, make
 from tests.unit.test_loop import (
     PER_EPOCH,
@@ -84,9 +84,7 @@ def test_the_rates_are_those_of_a_plain_loop(name, every, tmp_path):
     assert [lr for _, lr, _ in curve(tmp_path)] == [
         group["lr"] for group in expected
     ]
-    state = torch.load(
-        tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
-    )
+    state = whole_state(tmp_path, STEPS)
     (group,) = state["optimizer"]["param_groups"]
     assert group["momentum"] == expected[-1]["momentum"]
     assert set(group) <= set(
@@ -134,9 +132,7 @@ def test_the_tasks_own(tmp_path):
     assert [lr for _, lr, _ in curve(tmp_path)] == [
         0.5 * 0.5**n for n in range(STEPS)
     ]
-    state = torch.load(
-        tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
-    )
+    state = whole_state(tmp_path, STEPS)
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [
         base * 0.5 ** (STEPS - 1) for base in (0.5, 0.05)
     ]

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from tests.documents import RUN, blocks, pages
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, read_json
 from trainers.__main__ import main as trainers_main
 from trainers.config import TrainConfig
 from trainers.config.model import (
@@ -37,7 +37,7 @@ SWEEP = {
 
 def errors(package, tree):
     validator = Draft7Validator(
-        json.loads((REPOSITORY / package / "schema.json").read_text())
+        read_json(REPOSITORY / package / "schema.json")
     )
     return [
         f"{'.'.join(map(str, error.path))}: {error.message}"
@@ -228,7 +228,7 @@ def test_a_sweep_by_its_schema(changes, is_valid):
 
 
 def test_every_choice_of_a_model_is_one_of_the_schema():
-    schema = json.loads((REPOSITORY / "trainers/schema.json").read_text())
+    schema = read_json(REPOSITORY / "trainers/schema.json")
     for name, field in TrainConfig.model_fields.items():
         choices = [
             one for one in get_args(field.annotation) if isinstance(one, str)

@@ -225,7 +225,7 @@ def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
         monkeypatch.setenv("PACELINE_FILE_MODE", asked)
     before = os.umask(0o022)
     try:
-        storage = Storage(str(tmp_path / "runs" / "digits"))
+        storage = Storage(tmp_path / "runs" / "digits")
         storage.write("config.yaml", b"a: 1")
         storage.write("checkpoints/step-1/state.pt", b"")
         (tmp_path / "local").write_bytes(b"trace")

@@ -45,7 +45,7 @@ def series(run, name):
 
 def test_numbers_are_scalars_and_nothing_else_is(tmp_path, monkeypatch):
     monkeypatch.setattr("trainers.measure.run_log.time.time", lambda: 1234.5)
-    log = RunLog(Storage(str(tmp_path)), tensorboard=True)
+    log = RunLog(Storage(tmp_path), tensorboard=True)
     log.add(
         {
             "step": 3,
@@ -94,7 +94,7 @@ def test_after_a_power_cut_each_step_is_there_once(cut_at_step, tmp_path):
     ):  # between two checkpoints, after events that were flushed with none
         with pytest.raises(Power):
             fit(Tiny(), config(**changes), Context(tmp_path, cut_at_step=4))
-        log = RunLog(Storage(str(tmp_path)), tensorboard=True)
+        log = RunLog(Storage(tmp_path), tensorboard=True)
         log.add({"step": 6, "train_loss": -1.0})
         log.flush(6)
     else:

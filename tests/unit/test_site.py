@@ -2,13 +2,12 @@
 network for anything.
 """
 
-import json
 import re
 
 import pytest
 
 from tests.documents import SITE
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, read_json
 
 pytestmark = pytest.mark.full
 
@@ -35,7 +34,7 @@ def test_every_page_is_in_it(built):
     assert expected | {"404.html"} == set(html(built))
     found = {
         item["location"].partition("#")[0]
-        for item in json.loads((built / "search.json").read_text())["items"]
+        for item in read_json(built / "search.json")["items"]
     }
     assert {"docs/tutorial.html", "docs/config.html"} <= found, (
         "and can be searched"

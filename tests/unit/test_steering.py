@@ -135,7 +135,7 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
     """A driver that begins anew knows what the one before knew, and all trials
     come to one end each.
     """
-    sweep = Storage(str(tmp_path))
+    sweep = Storage(tmp_path)
     rng = random.Random(seed)
     random.seed(seed)
 
@@ -197,7 +197,7 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
 
 
 def test_a_damaged_action_is_left_out(tmp_path):
-    sweep = Storage(str(tmp_path))
+    sweep = Storage(tmp_path)
     Actions(sweep).add(Action("pause"))
     sweep.write("steering/0.json", b"{")
     sweep.write(
@@ -357,7 +357,7 @@ def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(
     """
 
     async def main():
-        mailbox = Mailbox(Storage(str(tmp_path)))
+        mailbox = Mailbox(Storage(tmp_path))
         one = Assignment("t/1", "t", {"checkpoint": {"every_epochs": 1}})
         for assignment in (
             one,

@@ -27,7 +27,7 @@ def files(path):
 
 
 def test_what_is_written_is_read(tmp_path):
-    storage = Storage(str(tmp_path / "not" / "there" / "yet"))
+    storage = Storage(tmp_path / "not" / "there" / "yet")
     storage.write("a/b.txt", b"first")
     storage.write("a/b.txt", b"second")
     assert storage.read("a/b.txt") == b"second"
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_delete_takes_files_directories_and_nothing(tmp_path):
-    storage = Storage(str(tmp_path / "run"))
+    storage = Storage(tmp_path / "run")
     storage.write("a/b/c", b"")
     storage.write("d", b"")
     storage.delete("nowhere")
@@ -57,7 +57,7 @@ def test_delete_takes_files_directories_and_nothing(tmp_path):
 @pytest.mark.parametrize("before", [None, b"the old one"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_write_that_breaks_off_leaves_no_trace(tmp_path, error, before):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     if before is not None:
         storage.write("file", before)
     with pytest.raises(error), storage.writer("file") as stream:  # noqa: PT012
@@ -87,7 +87,7 @@ def test_a_passing_failure_is_tried_again_with_growing_waits(
     tmp_path, monkeypatch, waits, times
 ):
     calls = failing_replace(monkeypatch, times, errno.EIO)
-    Storage(str(tmp_path)).write("file", b"data")
+    Storage(tmp_path).write("file", b"data")
     assert files(tmp_path) == ["file"]
     assert len(calls) == times + 1
     assert waits == [0.5, 1.0, 2.0][:times]
@@ -99,7 +99,7 @@ def test_what_no_further_try_can_mend_is_said_at_once(
 ):
     calls = failing_replace(monkeypatch, 99, number)
     with pytest.raises(StorageError):
-        Storage(str(tmp_path)).write("file", b"data")
+        Storage(tmp_path).write("file", b"data")
     assert (len(calls), waits) == (1, [])
 
 
@@ -108,7 +108,7 @@ def test_a_place_on_a_full_disk_is_not_taken_for_one_of_somebody_else(
 ):
     failing_replace(monkeypatch, 99, errno.ENOSPC)
     with pytest.raises(ConfigError) as raised:
-        Storage(str(tmp_path)).prove_writable()
+        Storage(tmp_path).prove_writable()
     assert "free space" in raised.value.fix
 
 
@@ -127,7 +127,7 @@ def test_file_uris_are_local(tmp_path):
     assert (folder / "file").read_bytes() == b"x"
     assert storage.is_local
     assert storage.path == str(folder)
-    assert Storage(str(folder)).read("file") == b"x"
+    assert Storage(folder).read("file") == b"x"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_only_a_shell_reads_is_refused(path):
 def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
     tmp_path,
 ):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     old = tmp_path / "a.json.01234567.tmp"
     new = tmp_path / "b.89abcdef.tmp"
     foreign = tmp_path / "mine.tmp"

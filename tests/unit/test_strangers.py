@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.specs import whole_state
 from tests.unit.test_checkpoint import folder, replace
 from tests.unit.test_loop import train
 from trainers.errors import CheckpointError
@@ -103,9 +104,8 @@ def copied(ended, path, steps):
     + [("rank-00000.pt", one) for one in RANDOM],
 )
 def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
-    file, name, ended, tmp_path, monkeypatch, caplog
+    file, name, ended, tmp_path, caplog
 ):
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     caplog.set_level(logging.INFO, "trainers")
     copied(ended, tmp_path, (5, 10))
     rewrite(
@@ -115,11 +115,7 @@ def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
         file,
     )
     train(tmp_path, **KEEP)
-    (said,) = [
-        record.getMessage()
-        for record in caplog.records
-        if "is left out" in record.getMessage()
-    ]
+    (said,) = [line for line in caplog.messages if "is left out" in line]
     assert said.startswith(f"checkpoint {folder(tmp_path, 10)} is left out: ")
     assert "resumed at step 5 from" in caplog.text
     assert_same_weights(tmp_path, ended)
@@ -144,8 +140,5 @@ def test_a_checkpoint_of_another_run_is_refused(changes, ended, tmp_path):
 
 
 def assert_same_weights(path, reference):
-    ours, theirs = (
-        torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"]
-        for one in (path, reference)
-    )
+    ours, theirs = (whole_state(one, 15)["model"] for one in (path, reference))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

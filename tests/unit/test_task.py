@@ -201,7 +201,7 @@ def fitted(task, tmp_path):
     return fit(
         task,
         build(TrainConfig, given, "test"),
-        LocalContext(Storage(str(tmp_path / "run")), "local"),
+        LocalContext(Storage(tmp_path / "run"), "local"),
     )
 
 

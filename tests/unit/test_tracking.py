@@ -118,7 +118,7 @@ class Following:
 @pytest.fixture
 def following(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log, "SHOW_EVERY_S", 0.0)
-    return Following(Storage(str(tmp_path)))
+    return Following(Storage(tmp_path))
 
 
 def show(log, step):

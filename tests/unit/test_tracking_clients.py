@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
 ):
     tracking, environment = everywhere(tmp_path)
     pid = tmp_path / "pid"
-    run = Storage(str(tmp_path / "runs" / "run"))
+    run = Storage(tmp_path / "runs" / "run")
     args = {
         "fail_at": 15,
         "failure": "stop",
@@ -382,7 +382,7 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
         tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}]
     )
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
-    run = Storage(str(tmp_path / "runs" / "run"))
+    run = Storage(tmp_path / "runs" / "run")
     environment = {
         "PYTHONPATH": str(REPOSITORY),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}",
@@ -422,7 +422,7 @@ def started(directory):
 @pytest.mark.usefixtures("made")
 def test_names_that_mlflow_rejects_are_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store(tmp_path))
-    sink = MlflowSink("names", Storage(str(tmp_path)))
+    sink = MlflowSink("names", Storage(tmp_path))
     names = ["val_a//b", "val_c/", "../up", "/", "val_d%", "val_" + "x" * 400]
     names += ["val_e@1", "val_e#1", "val_e_1", "val_" + "x" * 300]
     params = dict.fromkeys(names, 1)

@@ -4,6 +4,7 @@ twice, kept, and strict when in doubt.
 
 import pytest
 
+from tests.specs import dotted
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.trials.microbatch_bounds import Boundary, fixed_size, key_of
@@ -18,10 +19,7 @@ TRAIN = {
 
 
 def key(**changes):
-    dotted = {
-        name.replace("__", "."): value for name, value in changes.items()
-    }
-    return key_of(override(TrainConfig, TRAIN, dotted), GPU)
+    return key_of(override(TrainConfig, TRAIN, dotted(changes)), GPU)
 
 
 def boundary(fits=[], misfits=[]):  # noqa: B006 (only read)

@@ -63,8 +63,8 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path):
         message="ü — words",
         traceback="line 1\nline 2",
     )
-    Journal(Storage(str(tmp_path))).append(full)
-    journal = Journal(Storage(str(tmp_path)))
+    Journal(Storage(tmp_path)).append(full)
+    journal = Journal(Storage(tmp_path))
     assert journal.find(full.id) == full
     assert journal.find(trial_id({"a": 2})) is None
     assert journal.records() == [full]
@@ -74,7 +74,7 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path):
 
 
 def test_figures_that_are_not_finite_survive(tmp_path):
-    journal = Journal(Storage(str(tmp_path)))
+    journal = Journal(Storage(tmp_path))
     journal.append(
         record(
             {"a": 1},
@@ -98,7 +98,7 @@ def test_figures_that_are_not_finite_survive(tmp_path):
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, data):
-    storage = Storage(str(tmp_path))
+    storage = Storage(tmp_path)
     journal = Journal(storage)
     journal.append(record({"a": 1}))
     storage.write("trials/0123456789.json", data)

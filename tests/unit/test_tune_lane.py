@@ -163,13 +163,13 @@ def test_a_figure_with_a_name_of_tunes_own_reaches_the_record_only(
     trial = begun(tmp_path, box, "val_loss")
     assert name not in trial.step()
     assert trial.step().get(name) in (None, True)
-    [record] = Journal(Storage(str(tmp_path))).records()
+    [record] = Journal(Storage(tmp_path)).records()
     assert record.metrics[name] == 7.0
 
 
 def begun(tmp_path, box, metric="time_to_target"):
     trial = LaneTrial.__new__(LaneTrial)
-    given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
+    given = {"mailbox": box, "sweep": Storage(tmp_path), "train": BASE}
     trial.setup(
         {"seed": 1}, **given, objective=config(metric).objective.model_dump()
     )

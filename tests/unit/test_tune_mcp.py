@@ -62,7 +62,7 @@ def call():
 @pytest.fixture
 def swept(tmp_path):
     """A sweep whose trials have ended, some of them badly."""
-    storage = Storage(str(tmp_path / "digits-sweep"))
+    storage = Storage(tmp_path / "digits-sweep")
     saved = config().model_dump(mode="json", exclude_none=True)
     storage.write("sweep.yaml", dump_yaml(saved).encode())
     for trial in [*done(), *failed()[:2]]:

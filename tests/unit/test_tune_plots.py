@@ -118,7 +118,7 @@ def test_hundreds_of_trials(settings, tmp_path):
         "val_loss", space=space, objective={"target": {"val_loss": 0.5}}
     )
     said = answer(found, records)
-    shown = contents(Storage(str(tmp_path)), found, {}, records, {}, said)
+    shown = contents(Storage(tmp_path), found, {}, records, {}, said)
     drawn = {figure.title: figure for figure in shown["figures"]}
     assert shown["left_out"] == 42
     assert list(drawn) == ["val_loss", *TITLES[1:]]

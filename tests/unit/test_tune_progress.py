@@ -42,7 +42,7 @@ class Parts:
             ),
             submit_ahead=SimpleNamespace(remote=lambda assignment: None),
         )
-        self.storage = Storage(str(directory))
+        self.storage = Storage(directory)
         self.journal = Journal(self.storage)
         spec = SimpleNamespace(
             config=config(), storage=self.storage, train={}, source=""

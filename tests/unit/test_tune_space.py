@@ -245,13 +245,12 @@ def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start():
 
 def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install") as raised:
+    with error_of("search", "pip install"):
         check_space(
             make(WIDE, search="optuna", budget={"trials": 3}),
             TRAIN,
             "sweep.yaml",
         )
-    assert raised.value.field == "search"
 
 
 @pytest.mark.parametrize("search", ["random", "optuna"])

@@ -26,7 +26,7 @@ class Sweep:
     """What a driver writes."""
 
     def __init__(self, directory):
-        self.storage = Storage(str(directory))
+        self.storage = Storage(directory)
         self.journal = Journal(self.storage)
 
     def begin(self, **changes):

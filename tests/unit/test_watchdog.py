@@ -106,7 +106,7 @@ def test_a_hang_saves_the_stacks_and_ends_the_process(
         in done.stderr
     )
     assert words in done.stderr
-    storage = Storage(str(tmp_path / "run"))
+    storage = Storage(tmp_path / "run")
     [name] = saved_hangs(storage)
     assert name.endswith("-rank-00003.txt")
     stacks = storage.read(f"hangs/{name}").decode()
