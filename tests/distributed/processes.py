@@ -89,8 +89,6 @@ def run_module(
         args=(module, list(arguments), str(cwd), environment, str(directory)),
     )
     process.start()
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)  # the server has another
-    os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
     process.join(timeout_s)
     if process.exitcode is None:
         process.kill()
@@ -133,6 +131,9 @@ def run_command(
     directory: str,
 ) -> None:
     gc.freeze()
+    asking = multiprocessing.parent_process().pid
+    niceness = os.getpriority(os.PRIO_PROCESS, asking)  # not the server's
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
     for name, descriptor in (("out", 1), ("err", 2)):
         with Path(directory, name).open("wb") as file:
             os.dup2(file.fileno(), descriptor)
