@@ -55,6 +55,17 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes in one dimension, without a copy if it is contiguous.
+
+    Columns of tables are not contiguous. A column with one row counts as
+    contiguous, but keeps the table's stride, with which torch shows no bytes;
+    the added dimension has stride 1.
+    """
+    flat = tensor.detach().contiguous()[..., None].reshape(-1)
+    return flat.view(torch.uint8)
+
+
 def num_samples(batch: Batch) -> int:
     """Return the first dimension of the first tensor in a nested batch."""
     for tensor in tensors_of(batch):
