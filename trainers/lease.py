@@ -47,8 +47,6 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 LEASE = "lease.json"
-_KINDS = {"config.yaml": "run", "sweep.yaml": "sweep"}
-"""What a directory is of, by the file that marks it."""
 _WRITTEN = {
     "config.yaml": r"config\.yaml|metrics\.csv|newest_report\.txt"
     r"|(checkpoint_manager_snapshot|environment|explanation|microbatch|newest_report|result)\.json"
@@ -266,7 +264,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
         # Files of starts that have ended: from here on only this start writes.
         storage.clear_aside()
         try:
-            _check_kind(storage, mark, list(filter(storage.exists, _KINDS)))
+            _check_kind(storage, mark, list(filter(storage.exists, _WRITTEN)))
             yield lease.token
             Fence(storage, mark, lease.token)()
         except (ConfigError, LeaseError):
@@ -402,7 +400,7 @@ def _check_kind(storage: Storage, mark: str, names: Sequence[str]) -> None:
     """Raise ConfigError if a directory with files `names` is not of the kind of `mark`."""
     for name in names:
         if mark not in names or not re.fullmatch(_WRITTEN[mark], name):
-            rule = f"names {storage.uri}, which is not only a {_KINDS[mark]}'s: it holds {name}"
+            rule = f"names {storage.uri}, which holds {name} beside what belongs to {mark}"
             fix = "give another `--name`, or move that elsewhere"
             raise ConfigError("name", storage.name, rule, fix)
 

@@ -161,7 +161,7 @@ class OnlyTrained(Adapted):
 
 
 class Loaded(Tiny):
-    """With a block and a layer in evaluation mode, the block as `from_pretrained` gives it."""
+    """With a block in evaluation mode, as `from_pretrained` gives it, and a layer."""
 
     def model(self):
         whole = super().model()

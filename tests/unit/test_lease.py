@@ -156,7 +156,7 @@ def test_what_others_have_made_is_not_deleted(storage, mark, name):
     storage.write(name, b"")
     for names in ([name], [mark, name]):
         storage.write(names[0], b"")
-        with pytest.raises(ConfigError, match="it holds"):
+        with pytest.raises(ConfigError, match="which holds"):
             delete_own(storage, mark)
         assert all(map(storage.exists, names))
 
