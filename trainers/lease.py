@@ -26,6 +26,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -46,8 +47,18 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 LEASE = "lease.json"
-_KINDS = {"config.yaml": "run", "sweep.yaml": "sweep"}
-"""What a directory is of, by the file that marks it."""
+_WRITTEN = {
+    "config.yaml": r"config\.yaml|metrics\.csv|newest_report\.txt"
+    r"|(checkpoint_manager_snapshot|environment|explanation|microbatch|newest_report|result)\.json"
+    r"|checkpoints(/step-\d+)?|checkpoint_\d.*|(live|log)(/\d+\.jsonl)?|tensorboard(/events\..*)?"
+    r"|(hangs|memory|profile|tracking)(/.*)?|\.(nfs|shared-|validate_storage_marker).*",
+    "sweep.yaml": r"(best|sweep)\.yaml|metrics\.csv|results\.parquet|report\.html"
+    r"|(boundary|progress|summary)\.json|(steering|trials)(/.+\.json)?|before(/.+\.(json|yaml))?"
+    r"|(lanes|population|states|tensorboard|tracking|tune)(/.*)?|\.(nfs|shared-|validate_storage_marker).*",
+}
+"""The files, with the directories above them, that Paceline, Ray and NFS write
+there, by the file that marks a directory. Earlier versions' files are included.
+"""
 BEAT_S = 5.0
 STALE_S = 30.0
 SETTLE_S = 1.0
@@ -253,7 +264,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
         # Files of starts that have ended: from here on only this start writes.
         storage.clear_aside()
         try:
-            _check_kind(storage, mark, list(filter(storage.exists, _KINDS)))
+            _check_kind(storage, mark, list(filter(storage.exists, _WRITTEN)))
             yield lease.token
             Fence(storage, mark, lease.token)()
         except (ConfigError, LeaseError):
@@ -387,18 +398,21 @@ class _Lease:
 
 def _check_kind(storage: Storage, mark: str, names: Sequence[str]) -> None:
     """Raise ConfigError if a directory with files `names` is not of the kind of `mark`."""
-    others = _KINDS.keys() - {mark}
     for name in names:
-        if mark not in names or name in others:
-            rule = f"names {storage.uri}, which is not the directory of a {_KINDS[mark]}: it holds {name}"
-            fix = "give another `--name`"
+        if mark not in names or not re.fullmatch(_WRITTEN[mark], name):
+            rule = f"names {storage.uri}, which holds {name} beside what belongs to {mark}"
+            fix = "give another `--name`, or move that elsewhere"
             raise ConfigError("name", storage.name, rule, fix)
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete all files but the lease; ConfigError if the directory is of another kind."""
+    """Delete all files but the lease; ConfigError if any is not of a `mark`'s kind."""
     names = [name for name in storage.names() if name != LEASE]
-    _check_kind(storage, mark, names)
+    inner = []
+    for name in names:
+        if storage.info(name).type.name == "Directory":
+            inner += [f"{name}/{below}" for below in storage.names(name)]
+    _check_kind(storage, mark, names + inner)
     # The mark goes last: as long as it exists, an interrupted deletion can be
     # repeated.
     for name in sorted(names, key=lambda name: name == mark):

@@ -17,6 +17,7 @@ from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.data.batch import (
     Batch,
+    Collate,
     fetch,
     map_tensors,
     num_samples,
@@ -206,7 +207,9 @@ class Task:
         """
         length = len(dataset) if isinstance(dataset, Sized) else size
         return fetch(
-            dataset, [index % length for index in range(size)], self.collate
+            dataset,
+            [index % length for index in range(size)],
+            collate_of(self),
         )
 
     def after_step(self, model: nn.Module, step: int) -> None:
@@ -241,6 +244,11 @@ def overrides(task: Task, name: str) -> bool:
     """Return whether a task has its own `name`: a method of its class, or an attribute."""
     own = getattr(task, name)
     return getattr(own, "__func__", None) is not getattr(Task, name)
+
+
+def collate_of(task: Task) -> Collate:
+    """Return the task's own collate, else torch's."""
+    return task.collate if overrides(task, "collate") else default_collate
 
 
 def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
@@ -349,7 +357,12 @@ def task_feed(
     `sharers` is as in Feed.
     """
     transform = task.transform if overrides(task, "transform") else None
-    collate = task.collate if overrides(task, "collate") else default_collate
     return Feed(
-        dataset, collate, transform, config, device, sharers=sharers, seed=seed
+        dataset,
+        collate_of(task),
+        transform,
+        config,
+        device,
+        sharers=sharers,
+        seed=seed,
     )

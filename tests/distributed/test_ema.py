@@ -4,12 +4,22 @@ are as one worker, and resume.
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.specs import ranked, train_on, whole_state
 from tests.tasks import Blobs
 
 STEPS = 12
+
+
+class Whole(nn.Sequential):
+    """None of its layers is a unit of fsdp: all are the root's."""
+
+
+class Rooted(Blobs):
+    def model(self):
+        return Whole(*super().model())
 
 
 class Based(Blobs):
@@ -21,7 +31,7 @@ class Based(Blobs):
         return model
 
 
-def run(rank, world_size, path, strategy, steps=STEPS, task=Blobs, **dotted):
+def run(rank, world_size, path, strategy, steps=STEPS, task=Rooted, **dotted):
     dotted |= {
         "global_batch_size": 24,
         "max_steps": steps,

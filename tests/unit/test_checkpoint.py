@@ -95,6 +95,16 @@ def test_the_newest_are_kept(tmp_path, keep):
     assert loaded_step(make(tmp_path)) == 5
 
 
+def test_an_old_one_that_cannot_be_deleted_is_left(tmp_path, monkeypatch):
+    def delete(storage, name):
+        if name.startswith("step-") and "/" not in name:
+            raise StorageError("it is held open")
+
+    monkeypatch.setattr(Storage, "delete", delete)
+    save(make(tmp_path, 1), 1, 2)
+    assert loaded_step(make(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_one_just_written_is_never_deleted(tmp_path, keep):
     """A damaged one of a later step may lie there: a run that was killed while

@@ -32,6 +32,11 @@ def sentences(**changes):
     return str(raised.value).splitlines()
 
 
+@pytest.mark.parametrize("module", ["train-model", "01_train", "a.b"])
+def test_a_scripts_name_may_be_no_identifier(module):
+    assert make(task=f"{module}:Mine").task == f"{module}:Mine"
+
+
 def test_the_defaults_are_a_run():
     config = make()
     assert (

@@ -49,9 +49,10 @@ def test_without_an_accelerator():
     assert "device: auto" in str(raised.value)
 
 
-def test_flags_are_set_whatever_they_were():
+def test_flags_are_set_whatever_they_were(caplog):
     torch.set_default_dtype(torch.float64)
     set_flags(CPU, threads=2, deterministic=True)
+    assert "default dtype is set back" in caplog.text
     assert torch.get_num_threads() == 2
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark

@@ -165,3 +165,13 @@ def test_a_buffer_that_a_forward_pass_assigns_is_averaged_and_comes_back():
     with other.in_place():
         assert again.running_mean.tolist() == [3, 4], "it begins anew"
         ema.check(other.state_dict())
+
+
+def test_infinite_values_of_a_mask_stay_what_they_are():
+    model = nn.Linear(1, 1)
+    mask = torch.full((2, 2), -torch.inf).triu(1)
+    model.register_buffer("mask", mask.clone())
+    ema = MovingAverage(model, SGD(model.parameters()), 0.5)
+    ema.update()
+    with ema.in_place():
+        assert torch.equal(model.mask, mask)

@@ -159,6 +159,20 @@ class OnlyTrained(Adapted):
         return torch.optim.AdamW(trained, config.optimizer.lr)
 
 
+class Loaded(Tiny):
+    """With a block in evaluation mode, as `from_pretrained` gives it, and a layer."""
+
+    def model(self):
+        whole = super().model()
+        whole[1].eval()
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4)).eval(), *whole)
+
+
+def test_a_block_that_trains_in_evaluation_mode_is_named(tmp_path, caplog):
+    train(tmp_path, Loaded())
+    assert "leaves `0` in evaluation mode" in caplog.text
+
+
 def test_an_unfrozen_parameter_that_no_optimizer_has_is_named(
     tmp_path, caplog
 ):

@@ -82,6 +82,7 @@ class Objects:
             def close(self):
                 if not self.closed:
                     aside = f"{path}.{threading.get_ident()}"
+                    files.create_dir(str(Path(path).parent))
                     with files.open_output_stream(aside) as stream:
                         stream.write(self.getvalue())
                     files.move(aside, path)
@@ -146,11 +147,33 @@ def test_a_run_and_a_sweep_share_no_directory(storage, clock, mark, other):
     assert storage.names() == sorted([mark, other])
 
 
-def test_what_others_have_made_is_not_deleted(storage):
-    storage.write("thesis.tex", b"")
-    with pytest.raises(ConfigError, match=r"thesis\.tex"):
-        delete_own(storage, MARK)
-    assert storage.names() == ["thesis.tex"]
+@pytest.mark.parametrize("mark", [MARK, SAVED])
+@pytest.mark.parametrize(
+    "name", ["task.py", "data/a.csv", "log/old.txt", "trials/a.txt", ".git/x"]
+)
+def test_what_others_have_made_is_not_deleted(storage, mark, name):
+    """With a file of theirs that is called as ours, too."""
+    storage.write(name, b"")
+    for names in ([name], [mark, name]):
+        storage.write(names[0], b"")
+        with pytest.raises(ConfigError, match="which holds"):
+            delete_own(storage, mark)
+        assert all(map(storage.exists, names))
+
+
+WRITTEN = {
+    MARK: "result.json microbatch.json checkpoint_2026-11-30_10/a log/000000000004.jsonl live/000000000004.jsonl profile/trace.json.gz"
+    " checkpoints/step-000000000004/state.pt tensorboard/events.out.tfevents.4 hangs/a.txt .validate_storage_marker memory/a.txt",
+    SAVED: "best.yaml boundary.json before/sweep-17.yaml states/3f2a/config.yaml trials/3f2a.json steering/00-1f.json tune/tuner.pkl lanes/lane-0/a",
+}
+
+
+@pytest.mark.parametrize("mark", WRITTEN)
+def test_what_a_run_or_sweep_writes_is_deleted(storage, mark):
+    for name in [LEASE, mark, *WRITTEN[mark].split()]:
+        storage.write(name, b"")
+    delete_own(storage, mark)
+    assert storage.names() == [LEASE]
 
 
 def test_a_living_holder_is_named_and_keeps_it(storage, clock):

@@ -3,6 +3,7 @@ what is written.
 """
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,14 @@ class Centred(Tiny):
 
 def test_a_buffer_beside_the_model_that_is_assigned_comes_back(tmp_path):
     check_resume(tmp_path, Centred, 3, epochs=1)
+
+
+def test_a_start_that_died_in_its_first_checkpoint_leaves_no_steps(tmp_path):
+    for _ in range(2):
+        train(tmp_path)
+        shutil.rmtree(tmp_path / "checkpoints")
+    steps = [step for step, _, _ in curve(tmp_path)]
+    assert steps == sorted(set(steps))
 
 
 def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(

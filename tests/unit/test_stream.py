@@ -498,6 +498,9 @@ def test_a_digest_tells_samples_apart_in_every_process():
     )  # whose hashes of text are others
     assert len(set(map(digest, SAMPLES))) == len(SAMPLES)
     assert digest(np.array([1.0, np.nan])) == digest(np.array([1.0, np.nan]))
+    for rows in (1, 5):
+        column = torch.rand(rows, 4)[:, 3]
+        assert digest(column) == digest(torch.tensor(column.tolist()))
 
 
 def test_it_is_made_and_read_as_by_the_only_rank(monkeypatch):

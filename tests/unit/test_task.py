@@ -165,7 +165,9 @@ def test_only_a_plain_tensor_dataset_is_indexed_whole():
 
     (plain,) = fetch(TensorDataset(torch.arange(5)), [1, 2], default_collate)
     (changed,) = fetch(Augmented(torch.arange(5)), [1, 2], default_collate)
+    collated = fetch(TensorDataset(torch.arange(5)), [1, 2], len)
     assert (plain.tolist(), changed.tolist()) == ([1, 2], [-1, -2])
+    assert collated == 2
 
 
 class Downloaded(Task):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from trainers.checkpoint.manifest import shard_file
 from trainers.checkpoint.validation import Place, State, map_tree, tensors_in
+from trainers.data.batch import as_bytes
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.model.sharding import is_shard, local
@@ -104,7 +105,7 @@ def write_tensors(
     stream.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         if tensor.numel():
-            stream.write(_bytes(tensor.detach().cpu().contiguous()))
+            stream.write(_memory(tensor.cpu()))
 
 
 class TensorFile:
@@ -120,7 +121,7 @@ class TensorFile:
         """Fill `into` with rows of the tensor `name`, beginning at its row `first`."""
         begin, _ = self._header[name]["data_offsets"]
         self._stream.seek(self._base + begin + first * into[:1].nbytes)
-        left = _bytes(into) if into.numel() else memoryview(b"")
+        left = _memory(into) if into.numel() else memoryview(b"")
         while left:
             count = self._stream.readinto(left)  # type: ignore[attr-defined]
             if not count:
@@ -128,9 +129,9 @@ class TensorFile:
             left = left[count:]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _memory(tensor: Tensor) -> memoryview:
     """Return a contiguous tensor in host memory as bytes, without a copy."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
 class RowReader:

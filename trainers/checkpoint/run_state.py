@@ -182,12 +182,8 @@ class Keeper:
             check(loaded.state["position"])
 
         uses = (self._check, check_position, self._apply)
-        if self.log is not None:
-            self.storage.clear_aside(idle_s=_LONG_DEAD_S)
         if (loaded := self.checkpoints.load(*uses)) is not None:
             self.kept_step = int(loaded.state["position"]["step"])
-            if self.log is not None:
-                self.log.cut(self.kept_step)
         elif source is not None:
             loaded = Checkpoints(
                 source, self.parts.group, self.checkpoints.keep
@@ -196,6 +192,10 @@ class Keeper:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {source.uri} to start from"
                 )
+        if self.log is not None:
+            self.storage.clear_aside(idle_s=_LONG_DEAD_S)
+            # Without a checkpoint, of a start that died in its first one.
+            self.log.cut(max(0, self.kept_step))
         if loaded is None:
             return None
         position: State = loaded.state["position"]

@@ -164,7 +164,10 @@ class Archive:
         ranked = self._ranked([other for other in complete if other <= name])
         best = ranked[0] if ranked else None
         for other in surplus(names, complete, name, keep, best):
-            self.storage.delete(other)
+            try:
+                self.storage.delete(other)
+            except StorageError as error:
+                logger.warning("an old checkpoint is kept: %s", error)
 
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a checkpoint.

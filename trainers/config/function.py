@@ -77,7 +77,7 @@ class FunctionConfig(Settings):
     call = "python -m trainers"
 
     train_func: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        pattern=r"^\w[\w.-]*:[A-Za-z_]\w*$",
         max_length=256,
         examples=["my_script:train_func"],
         json_schema_extra={"rule": "must be `module:function`"},

@@ -141,7 +141,7 @@ class TrainConfig(Settings):
     call = "python -m trainers"
 
     task: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        pattern=r"^\w[\w.-]*:[A-Za-z_]\w*$",
         max_length=256,
         examples=["task:MyTask"],
         json_schema_extra={"rule": "must be `module:Class`"},
@@ -177,8 +177,8 @@ class TrainConfig(Settings):
     max_steps: Positive | None = Field(default=None, examples=[10000])
     """Optimizer steps, in place of epochs."""
     max_time_s: Seconds | None = Field(default=None, examples=[3600])
-    """Seconds until the run writes a checkpoint and stops; the same command
-    resumes it.
+    """Seconds of the loop until it writes a checkpoint and stops; the same
+    command resumes it.
     """
     evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
     """Evaluation of the validation split."""

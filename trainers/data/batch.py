@@ -1,7 +1,8 @@
 """Batches: nested tensors, how to go through them, and how to read them from a dataset.
 
-A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset, is
-asked for a whole batch in one call; any other, for one sample at a time.
+A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset whose
+task has no collate(), is asked for a whole batch in one call; any other, for
+one sample at a time.
 """
 
 import copy
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from trainers.errors import ConfigError
 
@@ -53,6 +54,17 @@ def leaves_of(batch: Batch) -> list[Any]:
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Return all tensors of a nested batch, in order."""
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes in one dimension, without a copy if it is contiguous.
+
+    Columns of tables are not contiguous. A column with one row counts as
+    contiguous, but keeps the table's stride, with which torch shows no bytes;
+    the added dimension has stride 1.
+    """
+    flat = tensor.detach().contiguous()[..., None].reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def num_samples(batch: Batch) -> int:
@@ -116,7 +128,8 @@ def fetch(
 ) -> Batch:
     """Return one batch of a map-style dataset.
 
-    It is read with a single call if the dataset has `__getitems__`.
+    It is read with a single call if the dataset has `__getitems__`, or is a
+    TensorDataset with torch's own collate.
 
     Raises:
         ConfigError: The batch's tensors require a gradient: a loader's process
@@ -125,7 +138,7 @@ def fetch(
     """
     rows = np.asarray(indices, dtype=np.int64)
     # Not a subclass, which may give something else.
-    if type(dataset) is TensorDataset:
+    if type(dataset) is TensorDataset and collate is default_collate:
         _require_data(dataset.tensors, dataset)
         chosen = torch.from_numpy(rows)
         # Copies row by row; indexing with [] copies number by number, ten

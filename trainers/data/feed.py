@@ -19,7 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    TensorDataset,
+    default_collate,
+)
 
 from trainers.config.sections import DataConfig
 from trainers.data.batch import (
@@ -153,12 +158,15 @@ class Feed:
         )
 
     def _is_resident(self, config: DataConfig, sharers: int) -> bool:
-        if type(self.dataset) is not TensorDataset:
+        if (
+            type(self.dataset) is not TensorDataset
+            or self._collate is not default_collate
+        ):
             if config.resident is True:
                 raise ConfigError(
                     "data.resident",
                     config.resident,
-                    f"needs a TensorDataset, and the dataset is a {type(self.dataset).__name__}",
+                    "needs a TensorDataset, and a task without collate()",
                     "set `data.resident: false`",
                 )
             return False

@@ -27,7 +27,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from trainers.data.batch import Rows, fetch
+from trainers.data.batch import Rows, as_bytes, fetch
 from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.data.stream import Rereadable, Stream, digest
 from trainers.devices.device import (
@@ -406,6 +406,6 @@ def _common(train: Any, val: Any) -> int:
 def _rows(tensors: tuple[Tensor, ...]) -> set[bytes]:
     columns = []
     for tensor in tensors:
-        flat = tensor.detach().cpu().reshape(len(tensor), -1)
-        columns.append(flat.contiguous().view(torch.uint8).numpy())
+        values = as_bytes(tensor.cpu())
+        columns.append(values.reshape(len(tensor), -1).numpy())
     return {row.tobytes() for row in np.concatenate(columns, axis=1)}

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
+from trainers.data.batch import as_bytes
 from trainers.devices.device import (
     HOST,
     get_rng_state,
@@ -395,16 +396,9 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     data: Any = b""
     parts: list[Any] = []
     if isinstance(value, Tensor):
-        plain = (
-            value.detach()
-            .cpu()
-            .to_dense()
-            .resolve_conj()
-            .resolve_neg()
-            .reshape(-1)
-        )
+        plain = value.detach().cpu().to_dense().resolve_conj().resolve_neg()
         shown = f"{value.dtype}{[*value.shape]}"
-        data = plain.view(torch.uint8).numpy()
+        data = as_bytes(plain).numpy()
     elif isinstance(value, np.ndarray):
         shown = f"{value.dtype.str}{value.shape}"
         parts = value.tolist() if value.dtype.hasobject else []

@@ -89,6 +89,10 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     """Set the process-wide flags that a run depends on, whatever they were before."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+    if torch.get_default_dtype() != torch.float32:
+        logger.warning(
+            "torch's default dtype is set back to float32; for float64, return a model and data in float64"
+        )
     torch.set_default_dtype(torch.float32)
     torch.backends.cudnn.enabled = True
     torch.backends.cudnn.benchmark = False  # on only for training steps

@@ -80,7 +80,7 @@ from trainers.step.train_step import (
     is_phased,
     make_phases,
 )
-from trainers.task import Task, overrides, task_feed
+from trainers.task import Task, collate_of, overrides, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
         )
     if any(map(is_lazy, (*made.parameters(), *made.buffers()))):
         with torch.no_grad(), evaluating(made):
-            batch = fetch(train, [0], task.collate)
+            batch = fetch(train, [0], collate_of(task))
             task.forward(made, task.transform(batch, True))
     return made
 

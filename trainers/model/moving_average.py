@@ -19,7 +19,8 @@ class MovingAverage:
 
     Buffers are averaged as in torchvision's reference. Integer buffers
     (BatchNorm's count) are not averaged. The average of a buffer begins anew
-    if a forward pass assigns a tensor of another shape.
+    if a forward pass assigns a tensor of another shape. A tensor that begins
+    with infinite values, as a mask does, is copied instead.
 
     Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1)
     + (1 - decay) W_t after the optimizer's step t. Averages are float32 or
@@ -59,6 +60,11 @@ class MovingAverage:
         self._averages = {
             name: _widened(value) for name, value in self._values.items()
         }
+        self._infinite = [
+            name
+            for name, average in self._averages.items()
+            if not local(average).isfinite().all()
+        ]
         # The model's values, while the averages are in the model.
         self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -102,6 +108,9 @@ class MovingAverage:
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
             self._average(averages, taken, 0)
+        # It adds a part of the difference, and of infinities that is NaN.
+        for name in self._infinite:
+            local(self._averages[name]).copy_(local(self._values[name]))
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return this rank's averages and values, grouped by format and device."""

@@ -313,19 +313,32 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
 def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
     """Warn of parameters that require a gradient and are in no optimizer.
 
-    They may be the model's, or in the task's attributes.
+    They may be the model's, or in the task's attributes. Also warn of blocks
+    that train in evaluation mode, as `from_pretrained` makes them.
     """
     held = set(parameters_of(optimizer))
-    names = []
     named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
-    for name, tensor in named.items():
-        if tensor.requires_grad and tensor.is_leaf and tensor not in held:
-            names.append(name)
+    names = [
+        name
+        for name, tensor in named.items()
+        if tensor.requires_grad and tensor.is_leaf and tensor not in held
+    ]
     if names:
         logger.warning(
             "no optimizer has %s: training does not change them (if that is intended, freeze them with %s)",
             shorten(names),
             "`requires_grad_(False)`",
+        )
+    blocks = [
+        name
+        for name, block in model.named_modules()
+        if not block.training and any(block.children())
+        if any(weight.requires_grad for weight in block.parameters())
+    ]
+    if blocks:
+        logger.warning(
+            "model() leaves %s in evaluation mode: they train without dropout (if that is not intended, call train() there)",
+            shorten(blocks),
         )
 
 

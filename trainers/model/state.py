@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainers.data.batch import parts_of
+from trainers.data.batch import as_bytes, parts_of
 from trainers.errors import MISSING, CheckpointError, ConfigError
 from trainers.model.sharding import is_sharded
 
@@ -40,8 +40,7 @@ def frozen_digests(model: nn.Module) -> dict[str, str]:
 
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    plain = tensor.detach().cpu().contiguous().flatten()
-    digest.update(plain.view(torch.uint8).numpy().data)
+    digest.update(as_bytes(tensor.cpu()).numpy().data)
     return digest.hexdigest()
 
 

@@ -187,8 +187,9 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     # Moves one unit at a time: the whole model need not fit on the device.
     for unit in shard_units(model):
         fully_shard(unit, mesh=mesh)
-    # The backward pass needs the root's parameters first: they stay gathered.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    # By default the root stays gathered for the backward pass. Where none
+    # follows, the next forward would not see what EMA has put into the shards.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return model
 
 

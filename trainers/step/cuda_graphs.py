@@ -37,7 +37,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from trainers.causes import classify
-from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
+from trainers.data.batch import (
+    Batch,
+    as_bytes,
+    map_tensors,
+    parts_of,
+    tensors_of,
+)
 from trainers.data.stream import digest
 from trainers.devices.device import get_rng_state, synchronize, take_spare
 from trainers.devices.group import Group
@@ -151,7 +157,7 @@ def difference(
     """
     for name, theirs in eager.state.items():
         ours = captured.state[name]
-        if torch.equal(_bytes(ours), _bytes(theirs)):
+        if torch.equal(as_bytes(ours), as_bytes(theirs)):
             continue
         spread = max(
             (_distance(repeat.state[name], theirs) for repeat in repeats),
@@ -160,10 +166,6 @@ def difference(
         if not _distance(ours, theirs) <= _SPREADS * spread:
             return name
     return None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

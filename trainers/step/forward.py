@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.errors import MISSING, ConfigError
 from trainers.model.precision import PrecisionSpec
-from trainers.task import Task
+from trainers.task import Task, collate_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ForwardPass:
         self, dataset: Dataset[Any], rows: Tensor, training: bool = True
     ) -> Batch:
         """Read samples of a dataset as a batch for a pass; `rows` is int64 [n]."""
-        batch = fetch(dataset, rows.tolist(), self.task.collate)
+        batch = fetch(dataset, rows.tolist(), collate_of(self.task))
         return self.prepare(batch, training)
 
     @torch.no_grad()

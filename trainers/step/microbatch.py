@@ -48,7 +48,7 @@ from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import throwaway
 from trainers.step.train_step import PhasePass
-from trainers.task import overrides, weight_of
+from trainers.task import collate_of, overrides, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -428,7 +428,7 @@ def _choices(
         leaves = list(dataset.tensors)
     else:
         leaves = leaves_of(
-            fetch(dataset, order.tolist(), forward.task.collate)
+            fetch(dataset, order.tolist(), collate_of(forward.task))
         )
     labels = [leaf for leaf in leaves if _is_label(leaf, len(pool))]
     for leaf in labels[:_MOST_LEAVES]:
