@@ -296,6 +296,16 @@ def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path):
     assert num_missing(read_saved(spec.uri).config, list(left.values())) == 2
 
 
+def test_a_new_key_of_a_swept_section_has_each_trial_s_own_value(tmp_path):
+    sections = [{"name": "sgd", "lr": 0.1}, {"name": "adamw", "lr": 0.01}]
+    train = {"global_batch_size": 8}
+    spec = begin(tmp_path, train, space={"optimizer": sections})
+    known = [record({"optimizer": section}, NEVER) for section in sections]
+    left = extended(spec, known, **{"space__optimizer.lr": [0.1, 0.01]})
+    for one in left.values():
+        assert one.config["optimizer.lr"] == one.config["optimizer"]["lr"]
+
+
 def test_a_clone_that_has_ended_is_not_trained_again(tmp_path):
     """Neither after an extension that adds a key to the space nor after the next."""
     spec = begin(tmp_path, space={"global_batch_size": [8]})
@@ -321,6 +331,7 @@ def test_a_clone_that_has_ended_is_not_trained_again(tmp_path):
         ({"name": "other"}, "name"),
         ({"search": "random", "budget.trials": 9}, "search"),
         ({"space.global_batch_size": [0]}, "space.global_batch_size"),
+        ({"space.max_steps": [40]}, "train.epochs"),
     ],
 )
 def test_what_would_be_another_sweep_is_refused_before_anything_is_written(

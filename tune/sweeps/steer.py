@@ -94,13 +94,15 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
         )
         raise ConfigError("search", new.config.search, rule, better)
     # Trials override swept keys, so both sides of the comparison get the new
-    # space's first value of each.
+    # space's first value of each, and of new keys the value of such a trial.
     swept = {
         key: sample_values(values)[0]
         for key, values in new.config.space.items()
+        if key in old.config.space
     }
-    then = trial_tree(old.train, swept)
-    now = trial_tree(new.train, swept)
+    then = with_defaults(trial_tree(old.train, swept), old.source)
+    own = _own_values(swept, old, new)
+    now = with_defaults(trial_tree(new.train, own), old.source)
     refuse_changes(_learned(then), _learned(now), old.uri, fix, new.source)
     for key in _LENGTHS:
         was = then.get(key)
@@ -171,12 +173,7 @@ def _carried(
         return None
     if record.message == BY_BUDGET and _has_more_time(old, new):
         return None
-    names = old.train.get("keys") or {}
-    before = {
-        key: value_at(old.train, names.get(key, key))
-        for key in new.config.space
-    }
-    config = before | record.config
+    config = _own_values(record.config, old, new)
     # The action that added a clone names it by the keys of then.
     name = record.id
     if record.purpose != "clone":
@@ -191,6 +188,16 @@ def _carried(
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
     return replace(carried, metrics=metrics, time_to_target_s=time_s)
+
+
+def _own_values(trial: Tree, old: SweepSpec, new: SweepSpec) -> Tree:
+    """Return a trial's values, with those that it had of the space's new keys."""
+    names = old.train.get("keys") or {}
+    tree = with_defaults(trial_tree(old.train, trial), old.source)
+    own = {
+        key: value_at(tree, names.get(key, key)) for key in new.config.space
+    }
+    return own | trial
 
 
 def _has_more_time(old: SweepSpec, new: SweepSpec) -> bool:
