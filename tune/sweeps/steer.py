@@ -34,7 +34,6 @@ from tune.trials.record import (
     BY_BUDGET,
     Records,
     TrialRecord,
-    dollars,
     num_lanes,
     time_to_target,
     trial_id,
@@ -129,18 +128,21 @@ def apply_extension(spec: SweepSpec) -> int:
         return prepare(spec, False)
     _check(old, spec)
     records = journal.records()
-    lane_usd_per_hour = spec.config.usd_per_hour
-    if lane_usd_per_hour is not None:
-        lane_usd_per_hour /= num_lanes(records)
     num_shorter = 0
     for record in records:
-        carried = _carried(record, old, spec, lane_usd_per_hour)
+        carried = _carried(record, old, spec)
         if carried is None:
             num_shorter += 1
         elif carried != record:
             journal.append(carried)
         if carried is None or carried.id != record.id:
             journal.set_aside(record)
+    usd_per_hour = spec.config.usd_per_hour
+    if (
+        old.config.objective != spec.config.objective
+        or old.config.usd_per_hour != usd_per_hour
+    ):
+        journal.price(usd_per_hour and usd_per_hour / num_lanes(records))
     spec.storage.write(
         f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED)
     )
@@ -162,10 +164,7 @@ def content(spec: SweepSpec) -> tuple[Tree, Tree]:
 
 
 def _carried(
-    record: TrialRecord,
-    old: SweepSpec,
-    new: SweepSpec,
-    usd_per_hour: float | None,
+    record: TrialRecord, old: SweepSpec, new: SweepSpec
 ) -> TrialRecord | None:
     """Convert a record to the extended sweep; None if the trial must train longer."""
     time_s = time_to_target(new.config.objective, record.curve)
@@ -178,16 +177,7 @@ def _carried(
     name = record.id
     if record.purpose != "clone":
         name = trial_id(config, record.purpose, record.seed)
-    carried = replace(record, id=name, config=config)
-    has_same_objective = old.config.objective == new.config.objective
-    has_same_price = old.config.usd_per_hour == new.config.usd_per_hour
-    if has_same_objective and has_same_price:
-        return carried
-    metrics = dict(record.metrics)
-    metrics.pop("usd_to_target", None)
-    if time_s is not None and usd_per_hour is not None:
-        metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    return replace(carried, metrics=metrics, time_to_target_s=time_s)
+    return replace(record, id=name, config=config, time_to_target_s=time_s)
 
 
 def _own_values(trial: Tree, old: SweepSpec, new: SweepSpec) -> Tree:
