@@ -13,6 +13,7 @@ from trainers.errors import ConfigError, StorageError
 from trainers.lease import held
 from trainers.storage import Storage
 from tune.__main__ import main
+from tune.search.space import grid
 from tune.sweeps import sweep as sweep_module
 from tune.sweeps.spec import (
     SAVED,
@@ -248,6 +249,21 @@ def test_another_objective_looks_at_what_was_recorded(
             expected,
             expected,
         )
+
+
+def test_a_function_goes_on_that_ended_at_the_target_of_then(
+    tmp_path, monkeypatch
+):
+    train = {"train_func": "tests.tasks:Blobs", "train_loop_config": {"a": 1}}
+    monkeypatch.setitem(globals(), "TRAIN", train)
+    objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
+    space = {"train_loop_config.a": [1, 2]}
+    spec = begin(tmp_path, objective=objective, space=space)
+    first, second = grid(spec.config)
+    reached = replace(record(first, REACHED[:3]), time_to_target_s=3.0)
+    whole = record(second, NEVER)
+    left = extended(spec, [reached, whole], objective__metric="val_accuracy")
+    assert left == by_id([whole])
 
 
 @pytest.mark.parametrize(

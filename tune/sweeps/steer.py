@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from trainers.config import TrainConfig
-from trainers.config.function import FunctionConfig, build_run
+from trainers.config.function import build_run
 from trainers.config.model import Tree, refuse_changes
 from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.errors import MISSING, ConfigError, counted
@@ -218,16 +218,12 @@ def _goes_on(
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
-    """Return whether a trial was trained as long as `spec` lets it.
+    """Return whether a trial was trained to the last step that `spec` has.
 
-    For a task: to its last step. For a training function: it did not end at
-    the target.
+    The end of a training function is not known.
     """
     run = build_run(trial_tree(spec.train, record.config), spec.source)
-    if isinstance(run, FunctionConfig):
-        is_short = spec.config.objective.ends_at_target
-        return not is_short or record.time_to_target_s is None
-    return _length(record, run) >= 1
+    return isinstance(run, TrainConfig) and _length(record, run) >= 1
 
 
 def _length(record: TrialRecord, run: TrainConfig) -> float:

@@ -127,7 +127,7 @@ class Journal:
         return in_order(found)
 
     def price(self, lane_usd_per_hour: float | None) -> list[TrialRecord]:
-        """Price all trials by the same lane, so that dollars can be compared; return `records()`."""
+        """Price all trials by the same lane, and return their records."""
         priced = []
         for record in self.records():
             metrics = dict(record.metrics)
