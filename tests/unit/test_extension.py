@@ -190,65 +190,46 @@ def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path):
     ("then", "now", "goes_on"),
     [
         (
-            "val_accuracy",
+            ("val_accuracy", None),
             ("time_to_target", 0.7),
-            set(),
+            False,
         ),  # 16 was trained to its end, and nothing more is known
-        (("time_to_target", 0.9), ("time_to_target", 0.8), set()),
+        (("time_to_target", 0.9), ("time_to_target", 0.8), False),
         (
             ("time_to_target", 0.8),
             ("time_to_target", 0.9),
-            {8},
+            True,
         ),  # it ended at the target of then
-        (("time_to_target", 0.8), "val_accuracy", {8}),
+        (("time_to_target", 0.8), ("val_accuracy", None), True),
     ],
 )
 def test_another_objective_looks_at_what_was_recorded(
     tmp_path, then, now, goes_on
 ):
     def objective(of):
-        return (
-            {"metric": of}
-            if isinstance(of, str)
-            else {"metric": of[0], "target": {"val_accuracy": of[1]}}
-        )
+        metric, target = of
+        if target is None:
+            return {"metric": metric}
+        return {"metric": metric, "target": {"val_accuracy": target}}
 
     spec = begin(tmp_path, objective=objective(then), usd_per_hour=3600.0)
-    curves = {
-        8: REACHED[:3] if then == ("time_to_target", 0.8) else REACHED,
-        16: [*NEVER[:3], 0.65],
+    end = 3 if then[1] == 0.8 else 4
+    reached = record({"global_batch_size": 8}, REACHED[:end])
+    if then[1] is not None:
+        reached = replace(reached, time_to_target_s=float(end))
+    missed = record({"global_batch_size": 16}, [*NEVER[:3], 0.65])
+    changes = {
+        f"objective__{key}": value for key, value in objective(now).items()
     }
-    known = [
-        record({"global_batch_size": size}, curve)
-        for size, curve in curves.items()
-    ]
-    if not isinstance(then, str):
-        known[0] = type(known[0])(
-            **{**vars(known[0]), "time_to_target_s": float(len(curves[8]))}
-        )
-    left = extended(
-        spec,
-        known,
-        **{
-            f"objective__{key}": value for key, value in objective(now).items()
-        },
-    )
-    assert {one.config["global_batch_size"] for one in left.values()} == {
-        8,
-        16,
-    } - goes_on
+    left = extended(spec, [reached, missed], **changes)
+    assert missed.id in left
+    assert (reached.id not in left) is goes_on
     for one in left.values():
-        is_first = one.config["global_batch_size"] == 8
-        target = now[1] if not isinstance(now, str) else None
-        expected = (
-            float(REACHED.index(target) + 1)
-            if is_first and target is not None
-            else None
-        )
-        assert (one.time_to_target_s, one.metrics.get("usd_to_target")) == (
-            expected,
-            expected,
-        )
+        expected = None
+        if one.id == reached.id and now[1] is not None:
+            expected = REACHED.index(now[1]) + 1
+        assert one.time_to_target_s == expected
+        assert one.metrics.get("usd_to_target") == expected
 
 
 def test_a_function_goes_on_that_ended_at_the_target_of_then(

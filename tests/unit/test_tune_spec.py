@@ -4,6 +4,7 @@ with another one.
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
+from tune.sweeps.steer import order_extension
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
@@ -247,6 +249,26 @@ def test_an_objective_that_named_nothing_may_be_put_right(user):
     )
     with error_of("objective"):
         prepare(read(user, objective__metric="val_mae"), fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "space", "is_free"),
+    [
+        ("val_loss", "global_batch_size", True),
+        ("samples_per_s", "global_batch_size", False),
+        ("val_loss", "batch_size_per_worker", False),
+    ],
+)
+def test_workers_may_change_unless_records_depend_on_them(
+    user, metric, space, is_free
+):
+    spec = read(user, objective__metric=metric, space={space: [8]})
+    prepare(spec, fresh=False)
+    change = {"train.scaling.cpus_per_worker": 2}
+    order_extension(spec.uri, change)
+    Journal(spec.storage).append(TrialRecord("a", {}, "done", 1.0, 2.0))
+    with nullcontext() if is_free else error_of("train.scaling"):
+        order_extension(spec.uri, change)
 
 
 @pytest.mark.parametrize("search", ["random", "optuna", "grid"])

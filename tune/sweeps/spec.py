@@ -19,7 +19,7 @@ from trainers.launch.spec import (
 )
 from trainers.lease import delete_own, fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
-from tune.config import SweepConfig, sample_values
+from tune.config import MEASURED, SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
@@ -36,8 +36,6 @@ from tune.trials.record import Records
 from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
-_NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
-"""Keys that may change when a sweep is resumed."""
 
 
 class KeptConfig(SweepConfig):
@@ -288,17 +286,34 @@ def num_kept(spec: SweepSpec) -> int:
         before = read_mapping(storage, SAVED)
         then = known_keys(before, storage.locate(SAVED))
         now = known_keys(spec.saved(), storage.locate(SAVED))
-        for key in _NOT_LEARNED:
-            then.pop(key, None)
-            now.pop(key, None)
         # Without records the objective may change: a wrong metric may have
         # ended the sweep.
         if not count:
             now["objective"] = then["objective"]
         extend = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`"
         fix = f"{extend}, give another `--name`, or start over with `--fresh`"
-        refuse_changes(then, now, storage.uri, fix, spec.source)
+        refuse_untrue(spec, then, now, fix)
     return count
+
+
+def refuse_untrue(spec: SweepSpec, then: Tree, now: Tree, fix: str) -> None:
+    """Raise ConfigError for the first change of a key that records depend on.
+
+    `scaling` changes the speed, what a training function does, and the batch
+    if the space gives it for each worker.
+    """
+    is_by_worker = (
+        spec.config.objective.metric in MEASURED
+        or "batch_size_per_worker" in spec.config.space
+        or spec.is_of_function
+    )
+    free = ["train.task_dir", "train.tracking"]
+    if not (is_by_worker and Journal(spec.storage).names()):
+        free.append("train.scaling")
+    for key in free:
+        then.pop(key, None)
+        now.pop(key, None)
+    refuse_changes(then, now, spec.uri, fix, spec.source)
 
 
 def known_keys(saved: Tree, source: str) -> Tree:

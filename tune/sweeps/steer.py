@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 from trainers.config import TrainConfig
 from trainers.config.function import build_run
-from trainers.config.model import Tree, refuse_changes
+from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
@@ -27,6 +27,7 @@ from tune.sweeps.spec import (
     prepare,
     read_kept,
     read_saved,
+    refuse_untrue,
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
@@ -42,16 +43,8 @@ from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
 
-_FREE = {
-    "epochs",
-    "max_steps",
-    "checkpoint",
-    "failure",
-    "scaling",
-    "tracking",
-    "task_dir",
-}
-"""Sections of a run that an extension may change: no record depends on them."""
+_FREE = {"epochs", "max_steps", "checkpoint", "failure"}
+"""Sections of a run that an extension, but no start, may change."""
 _LENGTHS = ("epochs", "max_steps")
 _HOW = "from their checkpoints, unless none was kept or the learning rate depends on the number of steps"
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
@@ -102,7 +95,7 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
     then = with_defaults(trial_tree(old.train, swept), old.source)
     own = _own_values(swept, old, new)
     now = with_defaults(trial_tree(new.train, own), old.source)
-    refuse_changes(_learned(then), _learned(now), old.uri, fix, new.source)
+    refuse_untrue(new, _learned(then), _learned(now), fix)
     for key in _LENGTHS:
         was = then.get(key)
         if was is not None and not now.get(key, 0) >= was:
@@ -223,15 +216,12 @@ def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
     The end of a training function is not known.
     """
     run = build_run(trial_tree(spec.train, record.config), spec.source)
-    return isinstance(run, TrainConfig) and _length(record, run) >= 1
-
-
-def _length(record: TrialRecord, run: TrainConfig) -> float:
-    """Return the share of a run's configured length that a trial has trained."""
     end = record.curve[-1] if record.curve else {}
+    if not isinstance(run, TrainConfig):
+        return False
     if run.max_steps is not None:
-        return end.get("step", 0) / run.max_steps
-    return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
+        return end.get("step", 0) >= run.max_steps
+    return end.get("epoch", 0) + 1e-9 >= (run.epochs or math.inf)
 
 
 @dataclass(frozen=True)
