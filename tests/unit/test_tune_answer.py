@@ -181,6 +181,23 @@ def test_a_lost_seed_is_why_a_configuration_is_behind(lost):
     assert not found.equal
 
 
+def test_one_seed_each_is_judged_by_one_run_each():
+    losses = {"fp32": 0.5, "bf16": 0.51, "fp16": 5.0}
+    records = [
+        trial(
+            seed,
+            "done",
+            {"precision": precision, "seed": seed},
+            metrics={"val_loss": loss},
+        )
+        for seed, (precision, loss) in enumerate(losses.items())
+    ]
+    space = {"precision": list(losses), "seed": [0, 1, 2]}
+    found = answer(config("val_loss", space=space), records)
+    assert [record.config for record in found.equal] == [{"precision": "bf16"}]
+    assert "One seed each" in found.text
+
+
 def test_a_space_of_seeds_alone_has_an_answer_with_a_name():
     records = [
         trial(seed, "done", {"seed": seed}, metrics={"val_loss": 0.5})

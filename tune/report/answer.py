@@ -108,7 +108,8 @@ def by_configuration(
     `ranked` are the records that have a value of the objective, best first.
     Each configuration is compared with the best by a t-test. The test's level
     of 5 % is divided among all pairs (Bonferroni), because the best is chosen
-    by the same values. For measured quantities, means are geometric.
+    by the same values. Without two runs of any, one run each is compared. For
+    measured quantities, means are geometric.
     """
     first = _first_runs(records)
     groups: dict[str, list[Run]] = {}
@@ -141,14 +142,16 @@ def by_configuration(
     for key in order:
         runs = groups[key]
         half = 0.0
-        is_equal = True
+        is_close = key == best
         if num_free:
             spread = math.sqrt(squares / num_free)
             half = student_t(num_free, 0.975) * spread / math.sqrt(len(runs))
             error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[best]))
             gap = sign * (means[key] - means[best])
             is_close = gap <= student_t(num_free, level) * error
-            is_equal = is_close and missed[key] == missed[best]
+        elif objective.metric in TO_TARGET:
+            is_close = not told_apart(groups[best][0][1], runs[0][1])
+        is_equal = is_close and missed[key] == missed[best]
         ends = (means[key], means[key] - half, means[key] + half)
         mean = Interval(*map(unscale, ends))
         _, median = runs[(len(runs) - 1) // 2]
@@ -240,8 +243,10 @@ def _only_once(trials: Trials) -> Doubt | None:
 def _one_seed(trials: Trials) -> Doubt | None:
     """Return the doubt that the order depends on the seed, if each trial had one."""
     is_measured = trials.objective.metric in MEASURED
-    is_compared = sum(record.finished for record in trials.records) > 1
-    if is_measured or "seed" in trials.config.space or not is_compared:
+    first = _first_runs(trials.records).values()
+    runs = [record for record in first if record.finished]
+    has_seeds = len(set(map(_key, runs))) < len(runs)
+    if is_measured or has_seeds or len(runs) < 2:
         return None
     what = "One seed each: another seed may change the order"
     return Doubt(what, "`seed: [0, 1, 2]` in the space")
