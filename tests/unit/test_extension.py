@@ -248,13 +248,18 @@ def test_a_function_goes_on_that_ended_at_the_target_of_then(
 
 
 @pytest.mark.parametrize(
-    ("usd_per_hour", "usd"), [(3600.0, 3.0), (7200.0, 6.0)]
+    ("then", "usd_per_hour", "usd"),
+    [
+        ("time_to_target", 3600.0, 3.0),
+        ("time_to_target", 7200.0, 6.0),
+        ("usd_to_target", 7200.0, 6.0),
+    ],
 )
 def test_dollars_are_those_of_the_lanes_and_price_of_now(
-    tmp_path, usd_per_hour, usd
+    tmp_path, then, usd_per_hour, usd
 ):
     """The record of a trial that was stopped as beaten names no lane."""
-    objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
+    objective = {"metric": then, "target": {"val_accuracy": 0.8}}
     spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
     reached = record({"global_batch_size": 8}, REACHED)
     reached = replace(
@@ -269,17 +274,6 @@ def test_dollars_are_those_of_the_lanes_and_price_of_now(
     )
     assert left[reached.id].metrics["usd_to_target"] == usd
     assert "usd_to_target" not in left[beaten.id].metrics
-
-
-def test_another_price_alone_is_that_of_the_trials_so_far_too(tmp_path):
-    objective = {"metric": "usd_to_target", "target": {"val_accuracy": 0.8}}
-    spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
-    reached = record({"global_batch_size": 8}, REACHED[:3])
-    reached = replace(
-        reached, metrics=reached.metrics | {"usd_to_target": 3.0}
-    )
-    left = extended(spec, [reached], usd_per_hour=7200.0)
-    assert left[reached.id].metrics["usd_to_target"] == 6.0
 
 
 def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path):

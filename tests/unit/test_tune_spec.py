@@ -205,7 +205,9 @@ def test_ended_trials_are_counted(user):
     for seed in range(3):
         config = {"seed": seed}
         journal.append(TrialRecord(trial_id(config), config, "done", 1.0, 2.0))
-    assert prepare(spec, fresh=False) == 3
+    longer = read(user, budget__time_s=9)
+    assert prepare(longer, fresh=False) == 3
+    assert read_saved(spec.uri).config.budget == longer.config.budget
     assert prepare(spec, fresh=True) == 0
     assert journal.records() == []
 

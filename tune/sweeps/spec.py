@@ -196,9 +196,8 @@ def _spec(
         if error.field in space:
             raise error_in_space(error, first, source) from error
         raise
-    kept = {
-        key: value for key, value in run.tree.items() if key != "storage_path"
-    }
+    kept = dict(run.tree)
+    kept.pop("storage_path")
     config = config.model_copy(update={"space": space})
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
@@ -270,7 +269,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if fresh:
         delete_own(spec.storage, SAVED)
     count = num_kept(spec)
-    if not count:
+    # A saved extension would be lost.
+    if not (count and Actions(spec.storage).read().extension):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
@@ -283,15 +283,13 @@ def num_kept(spec: SweepSpec) -> int:
     storage = spec.storage
     count = len(Journal(storage).names())
     if storage.exists(SAVED):
-        before = read_mapping(storage, SAVED)
-        then = known_keys(before, storage.locate(SAVED))
-        now = known_keys(spec.saved(), storage.locate(SAVED))
+        then = known_keys(read_mapping(storage, SAVED), spec.source)
+        now = known_keys(spec.saved(), spec.source)
         # Without records the objective may change: a wrong metric may have
         # ended the sweep.
         if not count:
             now["objective"] = then["objective"]
-        extend = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`"
-        fix = f"{extend}, give another `--name`, or start over with `--fresh`"
+        fix = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`, give another `--name`, or start over with `--fresh`"
         refuse_untrue(spec, then, now, fix)
     return count
 

@@ -150,9 +150,7 @@ def apply_extension(spec: SweepSpec) -> int:
 
 def content(spec: SweepSpec) -> tuple[Tree, Tree]:
     """Return what identifies a sweep, regardless of where its task's files are."""
-    train = {
-        key: value for key, value in spec.train.items() if key != "task_dir"
-    }
+    train = spec.train | {"task_dir": None}
     return spec.config.model_dump(exclude={"train"}), train
 
 
