@@ -144,6 +144,7 @@ def test_a_good_space_passes(config):
             "space.global_batch_size",
         ),
         (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers"),
+        (make({"task_args.drops": [[{0: 1.0}]]}), "space.task_args.drops"),
         (make({"name": ["a"]}), "space.name"),
         (
             make(
