@@ -2,6 +2,7 @@
 go on, and what is refused.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from trainers.errors import ConfigError, StorageError
 from trainers.lease import held
 from trainers.storage import Storage
 from tune.__main__ import main
-from tune.search.space import grid
 from tune.sweeps import sweep as sweep_module
 from tune.sweeps.spec import (
     SAVED,
@@ -238,13 +238,11 @@ def test_a_function_goes_on_that_ended_at_the_target_of_then(
     train = {"train_func": "tests.tasks:Blobs", "train_loop_config": {"a": 1}}
     monkeypatch.setitem(globals(), "TRAIN", train)
     objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
-    space = {"train_loop_config.a": [1, 2]}
+    trial = {"train_loop_config.a": 1}
+    space = {"train_loop_config.a": [1]}
     spec = begin(tmp_path, objective=objective, space=space)
-    first, second = grid(spec.config)
-    reached = replace(record(first, REACHED[:3]), time_to_target_s=3.0)
-    whole = record(second, NEVER)
-    left = extended(spec, [reached, whole], objective__metric="val_accuracy")
-    assert left == by_id([whole])
+    reached = replace(record(trial, REACHED[:3]), time_to_target_s=3.0)
+    assert not extended(spec, [reached], objective__metric="val_accuracy")
 
 
 @pytest.mark.parametrize(
@@ -276,25 +274,19 @@ def test_dollars_are_those_of_the_lanes_and_price_of_now(
     assert "usd_to_target" not in left[beaten.id].metrics
 
 
-def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path):
-    spec = begin(tmp_path)
-    known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
-    left = extended(spec, known, **{"space__optimizer.lr": [0.2, 0.1]})
-    configs = [
-        {"optimizer.lr": 0.1, "global_batch_size": size} for size in (8, 16)
-    ]
-    assert left.keys() == {trial_id(config) for config in configs}
-    assert num_missing(read_saved(spec.uri).config, list(left.values())) == 2
-
-
-def test_a_new_key_of_a_swept_section_has_each_trial_s_own_value(tmp_path):
+def test_a_new_key_of_the_space_has_the_value_that_each_trial_had(tmp_path):
     sections = [{"name": "sgd", "lr": 0.1}, {"name": "adamw", "lr": 0.01}]
     train = {"global_batch_size": 8}
     spec = begin(tmp_path, train, space={"optimizer": sections})
     known = [record({"optimizer": section}, NEVER) for section in sections]
-    left = extended(spec, known, **{"space__optimizer.lr": [0.1, 0.01]})
-    for one in left.values():
-        assert one.config["optimizer.lr"] == one.config["optimizer"]["lr"]
+    space = {"space__optimizer.lr": [0.1, 0.01]}
+    left = extended(spec, known, space__global_batch_size=[8], **space)
+    configs = [
+        train | {"optimizer": section, "optimizer.lr": section["lr"]}
+        for section in sections
+    ]
+    assert left.keys() == set(map(trial_id, configs))
+    assert num_missing(read_saved(spec.uri).config, list(left.values())) == 2
 
 
 def test_a_clone_that_has_ended_is_not_trained_again(tmp_path):
@@ -336,21 +328,18 @@ def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
     assert not is_complete(spec)
 
 
-def test_extensions_add_up_whoever_applies_them(tmp_path):
+def test_the_last_extension_wins_whoever_applies_it(tmp_path, monkeypatch):
     """Each is in the directory before the process that has the lease applies
-    it, which may be another one.
+    it, which may be another one. Clocks may go back.
     """
     spec = begin(tmp_path)
-    order_extension(spec.uri, {"train.epochs": 6})
-    order_extension(
-        spec.uri, {"train.epochs": 8, "objective.metric": "val_accuracy"}
-    )
+    monkeypatch.setattr("time.time_ns", itertools.count(9, -1).__next__)
+    whole = {"budget": {"trials": 2}, "train.epochs": 8}
+    for keys in ({"budget.trials": 1}, whole, {"budget.trials": 3}):
+        extension = order_extension(spec.uri, keys)
     apply_extension(read_saved(spec.uri))
-    again = read_saved(spec.uri)
-    assert (again.train["epochs"], again.config.objective.metric) == (
-        8,
-        "val_accuracy",
-    )
+    for again in (extension, read_saved(spec.uri)):
+        assert (again.train["epochs"], again.config.budget.trials) == (8, 3)
 
 
 def test_what_is_added_after_the_last_look_is_done_too(tmp_path):

@@ -210,10 +210,12 @@ def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
     """
     kept = read_kept(location)
     task_dir = kept.train.get("task_dir")
-    directory = (
-        Path(task_dir) if task_dir and isinstance(task_dir, str) else None
-    )
-    keys = Actions(kept.storage).read().extension | dict(overrides or {})
+    directory = Path(str(task_dir)) if task_dir else None
+    keys = Actions(kept.storage).read().extension
+    given = overrides or {}
+    for key in given:
+        keys.pop(key, None)
+    keys |= given
     tree = kept.config.model_dump(exclude_none=True)
     return replace(
         sweep_with(tree, kept.source, directory, keys), is_kept=True

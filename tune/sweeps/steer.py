@@ -43,9 +43,9 @@ from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
 
-_FREE = {"epochs", "max_steps", "checkpoint", "failure"}
-"""Sections of a run that an extension, but no start, may change."""
 _LENGTHS = ("epochs", "max_steps")
+_FREE = {*_LENGTHS, "checkpoint", "failure"}
+"""Sections of a run that an extension, but no start, may change."""
 _HOW = "from their checkpoints, unless none was kept or the learning rate depends on the number of steps"
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
@@ -161,7 +161,9 @@ def _carried(
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
-    if record.message == BY_BUDGET and _has_more_time(old, new):
+    was_s = old.config.time_budget_s or math.inf
+    now_s = new.config.time_budget_s or math.inf
+    if record.message == BY_BUDGET and now_s > was_s:
         return None
     config = _own_values(record.config, old, new)
     # The action that added a clone names it by the keys of then.
@@ -175,17 +177,9 @@ def _own_values(trial: Tree, old: SweepSpec, new: SweepSpec) -> Tree:
     """Return a trial's values, with those that it had of the space's new keys."""
     names = old.train.get("keys") or {}
     tree = with_defaults(trial_tree(old.train, trial), old.source)
-    own = {
+    return {
         key: value_at(tree, names.get(key, key)) for key in new.config.space
-    }
-    return own | trial
-
-
-def _has_more_time(old: SweepSpec, new: SweepSpec) -> bool:
-    """Return whether the extended sweep's budget of time or dollars is larger."""
-    was_s = old.config.time_budget_s or math.inf
-    now_s = new.config.time_budget_s or math.inf
-    return now_s > was_s
+    } | trial
 
 
 def _goes_on(
@@ -200,12 +194,9 @@ def _goes_on(
         return False
     if _is_whole(record, new):
         return False
-    if (
-        old.config.objective.ends_at_target
-        and record.time_to_target_s is not None
-    ):
-        return True
-    return _is_whole(record, old)
+    had_target = old.config.objective.ends_at_target
+    was_cut = had_target and record.time_to_target_s is not None
+    return was_cut or _is_whole(record, old)
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
@@ -292,8 +283,8 @@ def steer(
     if clone in trials:
         rule = f"has this clone already: {clone}, {trials[clone].status}"
         raise ConfigError("TRIAL", name, rule, "change a key, such as seed=1")
-    goes_on = keys.keys() <= set(_LENGTHS)
-    actions.add(Action("clone", name, changed, goes_on=goes_on))
+    is_longer = keys.keys() <= set(_LENGTHS)
+    actions.add(Action("clone", name, changed, is_longer))
     return clone
 
 
