@@ -176,6 +176,8 @@ WIDE = {
 
 def test_ranges_go_to_tune_with_their_bounds():
     space = tune_space(random(WIDE))
+    other = tune_space(random(dict(reversed(WIDE.items()))))
+    assert list(other) == list(space), "the same trials are drawn"
     drawn = [
         {key: domain.sample() for key, domain in space.items()}
         for _ in range(200)
