@@ -73,17 +73,13 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path):
     ]
 
 
-def test_dollars_of_several_starts_become_those_of_one_price(tmp_path):
+def test_dollars_of_an_earlier_start_become_those_of_this_price(tmp_path):
     journal = Journal(Storage(str(tmp_path)))
-    for time_s, usd in ((2.0, 9.0), (4.0, 1.0)):
-        metrics = {"usd_to_target": usd}
-        journal.append(
-            record({"a": time_s}, time_to_target_s=time_s, metrics=metrics)
-        )
-    priced = journal.price(3600.0)
-    assert priced == journal.records()
-    for one in priced:
-        assert one.metrics == {"usd_to_target": one.time_to_target_s}
+    metrics = {"usd_to_target": 9.0}
+    journal.append(record({}, time_to_target_s=2.0, metrics=metrics))
+    [priced] = journal.price(3600.0)
+    assert priced.metrics == {"usd_to_target": 2.0}
+    assert journal.records() == [priced]
 
 
 def test_figures_that_are_not_finite_survive(tmp_path):

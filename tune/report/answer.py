@@ -267,9 +267,7 @@ def _by_budget(trials: Trials) -> Doubt | None:
     cut = [
         record
         for record in trials.records
-        if record.status == "stopped"
-        and record.message == BY_BUDGET
-        and value_of(metric, record) is not None
+        if record.message == BY_BUDGET and value_of(metric, record) is not None
     ]
     return _unknown(trials, cut, "cut off by the budget", "a larger `budget`")
 
@@ -495,7 +493,12 @@ def _places_of_seeds(
         if found.num_missed:
             runs += f", {found.num_missed} more without a value"
         if mean.low < mean.high:
-            runs = f"{_between(metric, mean)}, {runs}"
+            between = (
+                f"{amount(metric, mean.low)} to {amount(metric, mean.high)}"
+            )
+            if metric == "time_to_target":
+                between = span(mean.low, mean.high)
+            runs = f"{between}, {runs}"
         best = configurations[0]
         margin = _margin(metric, best.mean.value, mean.value)
         if found.num_missed * len(best.runs) > best.num_missed * num_runs:
@@ -582,13 +585,6 @@ def _achieved(objective: Objective, place: _Place) -> str:
     if usd is not None:
         time += f" and {amount('usd_to_target', usd)}"
     return f"{time} to {target(objective)}"
-
-
-def _between(metric: str, mean: Interval) -> str:
-    """Return a mean's interval in words."""
-    if metric == "time_to_target":
-        return span(mean.low, mean.high)
-    return f"{amount(metric, mean.low)} to {amount(metric, mean.high)}"
 
 
 def _usd(record: TrialRecord, time_s: float) -> float | None:
