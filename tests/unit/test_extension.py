@@ -2,6 +2,7 @@
 go on, and what is refused.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -189,75 +190,74 @@ def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path):
     ("then", "now", "goes_on"),
     [
         (
-            "val_accuracy",
+            ("val_accuracy", None),
             ("time_to_target", 0.7),
-            set(),
+            False,
         ),  # 16 was trained to its end, and nothing more is known
-        (("time_to_target", 0.9), ("time_to_target", 0.8), set()),
+        (("time_to_target", 0.9), ("time_to_target", 0.8), False),
         (
             ("time_to_target", 0.8),
             ("time_to_target", 0.9),
-            {8},
+            True,
         ),  # it ended at the target of then
-        (("time_to_target", 0.8), "val_accuracy", {8}),
+        (("time_to_target", 0.8), ("val_accuracy", None), True),
     ],
 )
 def test_another_objective_looks_at_what_was_recorded(
     tmp_path, then, now, goes_on
 ):
     def objective(of):
-        return (
-            {"metric": of}
-            if isinstance(of, str)
-            else {"metric": of[0], "target": {"val_accuracy": of[1]}}
-        )
+        metric, target = of
+        if target is None:
+            return {"metric": metric}
+        return {"metric": metric, "target": {"val_accuracy": target}}
 
     spec = begin(tmp_path, objective=objective(then), usd_per_hour=3600.0)
-    curves = {
-        8: REACHED[:3] if then == ("time_to_target", 0.8) else REACHED,
-        16: [*NEVER[:3], 0.65],
+    end = 3 if then[1] == 0.8 else 4
+    reached = record({"global_batch_size": 8}, REACHED[:end])
+    if then[1] is not None:
+        reached = replace(reached, time_to_target_s=float(end))
+    missed = record({"global_batch_size": 16}, [*NEVER[:3], 0.65])
+    changes = {
+        f"objective__{key}": value for key, value in objective(now).items()
     }
-    known = [
-        record({"global_batch_size": size}, curve)
-        for size, curve in curves.items()
-    ]
-    if not isinstance(then, str):
-        known[0] = type(known[0])(
-            **{**vars(known[0]), "time_to_target_s": float(len(curves[8]))}
-        )
-    left = extended(
-        spec,
-        known,
-        **{
-            f"objective__{key}": value for key, value in objective(now).items()
-        },
-    )
-    assert {one.config["global_batch_size"] for one in left.values()} == {
-        8,
-        16,
-    } - goes_on
+    left = extended(spec, [reached, missed], **changes)
+    assert missed.id in left
+    assert (reached.id not in left) is goes_on
     for one in left.values():
-        is_first = one.config["global_batch_size"] == 8
-        target = now[1] if not isinstance(now, str) else None
-        expected = (
-            float(REACHED.index(target) + 1)
-            if is_first and target is not None
-            else None
-        )
-        assert (one.time_to_target_s, one.metrics.get("usd_to_target")) == (
-            expected,
-            expected,
-        )
+        expected = None
+        if one.id == reached.id and now[1] is not None:
+            expected = REACHED.index(now[1]) + 1
+        assert one.time_to_target_s == expected
+        assert one.metrics.get("usd_to_target") == expected
+
+
+def test_a_function_goes_on_that_ended_at_the_target_of_then(
+    tmp_path, monkeypatch
+):
+    train = {"train_func": "tests.tasks:Blobs", "train_loop_config": {"a": 1}}
+    monkeypatch.setitem(globals(), "TRAIN", train)
+    objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
+    trial = {"train_loop_config.a": 1}
+    space = {"train_loop_config.a": [1]}
+    spec = begin(tmp_path, objective=objective, space=space)
+    reached = replace(record(trial, REACHED[:3]), time_to_target_s=3.0)
+    assert not extended(spec, [reached], objective__metric="val_accuracy")
 
 
 @pytest.mark.parametrize(
-    ("usd_per_hour", "usd"), [(3600.0, 3.0), (7200.0, 6.0)]
+    ("then", "usd_per_hour", "usd"),
+    [
+        ("time_to_target", 3600.0, 3.0),
+        ("time_to_target", 7200.0, 6.0),
+        ("usd_to_target", 7200.0, 6.0),
+    ],
 )
 def test_dollars_are_those_of_the_lanes_and_price_of_now(
-    tmp_path, usd_per_hour, usd
+    tmp_path, then, usd_per_hour, usd
 ):
     """The record of a trial that was stopped as beaten names no lane."""
-    objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.8}}
+    objective = {"metric": then, "target": {"val_accuracy": 0.8}}
     spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
     reached = record({"global_batch_size": 8}, REACHED)
     reached = replace(
@@ -274,25 +274,18 @@ def test_dollars_are_those_of_the_lanes_and_price_of_now(
     assert "usd_to_target" not in left[beaten.id].metrics
 
 
-def test_another_price_alone_is_that_of_the_trials_so_far_too(tmp_path):
-    objective = {"metric": "usd_to_target", "target": {"val_accuracy": 0.8}}
-    spec = begin(tmp_path, objective=objective, usd_per_hour=3600.0)
-    reached = record({"global_batch_size": 8}, REACHED[:3])
-    reached = replace(
-        reached, metrics=reached.metrics | {"usd_to_target": 3.0}
-    )
-    left = extended(spec, [reached], usd_per_hour=7200.0)
-    assert left[reached.id].metrics["usd_to_target"] == 6.0
-
-
-def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path):
-    spec = begin(tmp_path)
-    known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
-    left = extended(spec, known, **{"space__optimizer.lr": [0.2, 0.1]})
+def test_a_new_key_of_the_space_has_the_value_that_each_trial_had(tmp_path):
+    sections = [{"name": "sgd", "lr": 0.1}, {"name": "adamw", "lr": 0.01}]
+    train = {"global_batch_size": 8}
+    spec = begin(tmp_path, train, space={"optimizer": sections})
+    known = [record({"optimizer": section}, NEVER) for section in sections]
+    space = {"space__optimizer.lr": [0.1, 0.01]}
+    left = extended(spec, known, space__global_batch_size=[8], **space)
     configs = [
-        {"optimizer.lr": 0.1, "global_batch_size": size} for size in (8, 16)
+        train | {"optimizer": section, "optimizer.lr": section["lr"]}
+        for section in sections
     ]
-    assert left.keys() == {trial_id(config) for config in configs}
+    assert left.keys() == set(map(trial_id, configs))
     assert num_missing(read_saved(spec.uri).config, list(left.values())) == 2
 
 
@@ -321,6 +314,7 @@ def test_a_clone_that_has_ended_is_not_trained_again(tmp_path):
         ({"name": "other"}, "name"),
         ({"search": "random", "budget.trials": 9}, "search"),
         ({"space.global_batch_size": [0]}, "space.global_batch_size"),
+        ({"space.max_steps": [40]}, "train.epochs"),
     ],
 )
 def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
@@ -334,21 +328,18 @@ def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
     assert not is_complete(spec)
 
 
-def test_extensions_add_up_whoever_applies_them(tmp_path):
+def test_the_last_extension_wins_whoever_applies_it(tmp_path, monkeypatch):
     """Each is in the directory before the process that has the lease applies
-    it, which may be another one.
+    it, which may be another one. Clocks may go back.
     """
     spec = begin(tmp_path)
-    order_extension(spec.uri, {"train.epochs": 6})
-    order_extension(
-        spec.uri, {"train.epochs": 8, "objective.metric": "val_accuracy"}
-    )
+    monkeypatch.setattr("time.time_ns", itertools.count(9, -1).__next__)
+    whole = {"budget": {"trials": 2}, "train.epochs": 8}
+    for keys in ({"budget.trials": 1}, whole, {"budget.trials": 3}):
+        extension = order_extension(spec.uri, keys)
     apply_extension(read_saved(spec.uri))
-    again = read_saved(spec.uri)
-    assert (again.train["epochs"], again.config.objective.metric) == (
-        8,
-        "val_accuracy",
-    )
+    for again in (extension, read_saved(spec.uri)):
+        assert (again.train["epochs"], again.config.budget.trials) == (8, 3)
 
 
 def test_what_is_added_after_the_last_look_is_done_too(tmp_path):

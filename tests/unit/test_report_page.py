@@ -112,6 +112,7 @@ def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
         "all": "document.getElementById('all-trials').click()",
         "rising": f"{header}.click()",
         "falling": f"({header}.click(), 1)",
+        "by size": "document.querySelector('#trials th').click()",
         "filtered": f"({input_}.value = 'bf16', {input_}.dispatchEvent(new Event('input', {{bubbles: true}})))",
     }
     asked = [f"({step}, JSON.stringify({shown}))" for step in steps.values()]
@@ -125,10 +126,12 @@ def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
         name: json.loads(page.found[f"wide: {text}"])
         for name, text in zip(steps, asked, strict=True)
     }
-    assert [len(rows[name]) for name in steps] == [50, 72, 72, 72, 36]
+    assert [len(rows[name]) for name in steps] == [50, 72, 72, 72, 72, 36]
     rates = [float(row[3].replace(",", "")) for row in rows["rising"]]
     assert rates == sorted(rates)
     assert [row[3] for row in rows["falling"]] == [
         row[3] for row in rows["rising"]
     ][::-1]
+    sizes = [int(row[0]) for row in rows["by size"]]
+    assert sizes == sorted(sizes)
     assert {row[1] for row in rows["filtered"]} == {"bf16"}

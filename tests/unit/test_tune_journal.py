@@ -73,6 +73,15 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path):
     ]
 
 
+def test_dollars_of_an_earlier_start_become_those_of_this_price(tmp_path):
+    journal = Journal(Storage(str(tmp_path)))
+    metrics = {"usd_to_target": 9.0}
+    journal.append(record({}, time_to_target_s=2.0, metrics=metrics))
+    [priced] = journal.price(3600.0)
+    assert priced.metrics == {"usd_to_target": 2.0}
+    assert journal.records() == [priced]
+
+
 def test_figures_that_are_not_finite_survive(tmp_path):
     journal = Journal(Storage(tmp_path))
     journal.append(

@@ -144,6 +144,7 @@ def test_a_good_space_passes(config):
             "space.global_batch_size",
         ),
         (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers"),
+        (make({"task_args.drops": [[{0: 1.0}]]}), "space.task_args.drops"),
         (make({"name": ["a"]}), "space.name"),
         (
             make(
@@ -175,6 +176,8 @@ WIDE = {
 
 def test_ranges_go_to_tune_with_their_bounds():
     space = tune_space(random(WIDE))
+    other = tune_space(random(dict(reversed(WIDE.items()))))
+    assert list(other) == list(space), "the same trials are drawn"
     drawn = [
         {key: domain.sample() for key, domain in space.items()}
         for _ in range(200)

@@ -4,6 +4,7 @@ with another one.
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
+from tune.sweeps.steer import order_extension
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
@@ -203,7 +205,9 @@ def test_ended_trials_are_counted(user):
     for seed in range(3):
         config = {"seed": seed}
         journal.append(TrialRecord(trial_id(config), config, "done", 1.0, 2.0))
-    assert prepare(spec, fresh=False) == 3
+    longer = read(user, budget__time_s=9)
+    assert prepare(longer, fresh=False) == 3
+    assert read_saved(spec.uri).config.budget == longer.config.budget
     assert prepare(spec, fresh=True) == 0
     assert journal.records() == []
 
@@ -241,6 +245,26 @@ def test_an_objective_that_named_nothing_may_be_put_right(user):
     )
     with error_of("objective"):
         prepare(read(user, objective__metric="val_mae"), fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "space", "expected"),
+    [
+        ("val_loss", "global_batch_size", nullcontext()),
+        ("samples_per_s", "global_batch_size", error_of("train.scaling")),
+        ("val_loss", "batch_size_per_worker", error_of("train.scaling")),
+    ],
+)
+def test_workers_may_change_unless_records_depend_on_them(
+    user, metric, space, expected
+):
+    spec = read(user, objective__metric=metric, space={space: [8]})
+    prepare(spec, fresh=False)
+    change = {"train.scaling.cpus_per_worker": 2}
+    order_extension(spec.uri, change)
+    Journal(spec.storage).append(TrialRecord("a", {}, "done", 1.0, 2.0))
+    with expected:
+        order_extension(spec.uri, change)
 
 
 @pytest.mark.parametrize("search", ["random", "optuna", "grid"])

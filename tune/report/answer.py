@@ -108,7 +108,8 @@ def by_configuration(
     `ranked` are the records that have a value of the objective, best first.
     Each configuration is compared with the best by a t-test. The test's level
     of 5 % is divided among all pairs (Bonferroni), because the best is chosen
-    by the same values. For measured quantities, means are geometric.
+    by the same values. Without two runs of any, one run each is compared. For
+    measured quantities, means are geometric.
     """
     first = _first_runs(records)
     groups: dict[str, list[Run]] = {}
@@ -141,14 +142,16 @@ def by_configuration(
     for key in order:
         runs = groups[key]
         half = 0.0
-        is_equal = True
+        is_close = key == best
         if num_free:
             spread = math.sqrt(squares / num_free)
             half = student_t(num_free, 0.975) * spread / math.sqrt(len(runs))
             error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[best]))
             gap = sign * (means[key] - means[best])
             is_close = gap <= student_t(num_free, level) * error
-            is_equal = is_close and missed[key] == missed[best]
+        elif objective.metric in TO_TARGET:
+            is_close = not told_apart(groups[best][0][1], runs[0][1])
+        is_equal = is_close and missed[key] == missed[best]
         ends = (means[key], means[key] - half, means[key] + half)
         mean = Interval(*map(unscale, ends))
         _, median = runs[(len(runs) - 1) // 2]
@@ -240,8 +243,10 @@ def _only_once(trials: Trials) -> Doubt | None:
 def _one_seed(trials: Trials) -> Doubt | None:
     """Return the doubt that the order depends on the seed, if each trial had one."""
     is_measured = trials.objective.metric in MEASURED
-    is_compared = sum(record.finished for record in trials.records) > 1
-    if is_measured or "seed" in trials.config.space or not is_compared:
+    first = _first_runs(trials.records).values()
+    runs = [record for record in first if record.finished]
+    has_seeds = len(set(map(_key, runs))) < len(runs)
+    if is_measured or has_seeds or len(runs) < 2:
         return None
     what = "One seed each: another seed may change the order"
     return Doubt(what, "`seed: [0, 1, 2]` in the space")
@@ -262,9 +267,7 @@ def _by_budget(trials: Trials) -> Doubt | None:
     cut = [
         record
         for record in trials.records
-        if record.status == "stopped"
-        and record.message == BY_BUDGET
-        and value_of(metric, record) is not None
+        if record.message == BY_BUDGET and value_of(metric, record) is not None
     ]
     return _unknown(trials, cut, "cut off by the budget", "a larger `budget`")
 
@@ -490,7 +493,12 @@ def _places_of_seeds(
         if found.num_missed:
             runs += f", {found.num_missed} more without a value"
         if mean.low < mean.high:
-            runs = f"{_between(metric, mean)}, {runs}"
+            between = (
+                f"{amount(metric, mean.low)} to {amount(metric, mean.high)}"
+            )
+            if metric == "time_to_target":
+                between = span(mean.low, mean.high)
+            runs = f"{between}, {runs}"
         best = configurations[0]
         margin = _margin(metric, best.mean.value, mean.value)
         if found.num_missed * len(best.runs) > best.num_missed * num_runs:
@@ -577,13 +585,6 @@ def _achieved(objective: Objective, place: _Place) -> str:
     if usd is not None:
         time += f" and {amount('usd_to_target', usd)}"
     return f"{time} to {target(objective)}"
-
-
-def _between(metric: str, mean: Interval) -> str:
-    """Return a mean's interval in words."""
-    if metric == "time_to_target":
-        return span(mean.low, mean.high)
-    return f"{amount(metric, mean.low)} to {amount(metric, mean.high)}"
 
 
 def _usd(record: TrialRecord, time_s: float) -> float | None:

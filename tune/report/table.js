@@ -17,8 +17,9 @@ function trials(body) {
 
 function compare(first, second) {
   const [a, b] = [first, second].map(([row]) => row.cells[sortedBy]);
-  if (!("value" in a.dataset) && !("value" in b.dataset)) return a.textContent.localeCompare(b.textContent);
-  const [x, y] = [a, b].map((cell) => parseFloat(cell.dataset.value));
+  const areFigures = "value" in a.dataset || "value" in b.dataset;
+  const [x, y] = [a, b].map((cell) => (areFigures ? parseFloat(cell.dataset.value) : Number(cell.textContent || NaN)));
+  if (!areFigures && (isNaN(x) || isNaN(y))) return a.textContent.localeCompare(b.textContent);
   if (isNaN(x) || isNaN(y)) return (isNaN(x) - isNaN(y)) * (isRising ? 1 : -1); // cells without a value come last
   return x - y;
 }

@@ -29,6 +29,7 @@ from tune.trials.record import Records, TrialRecord, trial_id
 
 _MOST_ROWS = 40
 _MEASURING = Console(width=10**4)
+_four_digits = partial(number, digits=4)
 _LEAST_TELLING = (
     "starting",
     "training",
@@ -262,10 +263,6 @@ def _figure(
         column.values[record.id] = value
         column.cells[record.id] = "-" if value is None else form(value)
     return column
-
-
-def _four_digits(value: float) -> str:
-    return number(value, 4)
 
 
 def _milliseconds(value_s: float) -> str:

@@ -49,7 +49,11 @@ def tune_space(config: SweepConfig) -> Tree:
     if config.around is not None:
         return {}
     if config.search != "grid":
-        return {key: _domain(values) for key, values in config.space.items()}
+        # In any order of its keys, a space draws the same trials.
+        return {
+            key: _domain(values)
+            for key, values in sorted(config.space.items())
+        }
     return {WHOLE: tune.grid_search(grid(config)[: config.budget.trials])}
 
 

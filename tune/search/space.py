@@ -1,13 +1,14 @@
 """The search space: its trials, and which trials of an `around` search come next."""
 
 import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
 from trainers.config.function import build_run, kind_of
-from trainers.config.model import Tree, override
+from trainers.config.model import Tree, override, refuse_changes
 from trainers.errors import MISSING, ConfigError
 from trainers.versions import require_package
 from tune.config import (
@@ -113,18 +114,14 @@ def next_trials(
     return [trial for _, trial in found]
 
 
-def _combinations(
-    space: Space,
-) -> Iterator[Tree]:
-    """Yield all combinations of a space's values, in order, each once."""
+def _combinations(space: Space) -> list[Tree]:
+    """Return all combinations of a space's values, in order, each once."""
     lists = map(sample_values, space.values())
-    known = set()
+    found: dict[str, Tree] = {}
     for values in itertools.product(*lists):
         trial = dict(zip(space, values, strict=True))
-        name = trial_id(trial)
-        if name not in known:
-            known.add(name)
-            yield trial
+        found.setdefault(trial_id(trial), trial)
+    return list(found.values())
 
 
 def _next_steps(scores: Mapping[int, Score]) -> list[int]:
@@ -159,13 +156,24 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
     """
     if config.search == "optuna":
         require_package("search", "optuna", source)
-        for key in config.space:
-            if "/" in key:  # OptunaSearch takes it for a path of keys
-                rule = "contains a `/`, which `search: optuna` does not allow"
-                fix = "rename the key, or set `search: random`"
-                raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
     for key, values in config.space.items():
+        # Ray's OptunaSearch takes it for a path of keys.
+        if "/" in key and config.search == "optuna":
+            raise ConfigError(
+                f"space.{key}",
+                MISSING,
+                "contains a `/`, which `search: optuna` does not allow",
+                "rename the key, or set `search: random`",
+                source,
+            )
         for value in sample_values(values):
+            refuse_changes(
+                {f"space.{key}": json.loads(json.dumps(value))},
+                {f"space.{key}": value},
+                "the trials' records, where keys are text",
+                "write its keys in quotes",
+                source,
+            )
             check_trial(train, {key: value}, source)
     for trial in grid(config):
         check_trial(train, trial, source)
@@ -206,7 +214,7 @@ def grid(config: SweepConfig) -> list[Tree]:
     """Return all combinations of a grid in order; empty for any other search."""
     if config.search != "grid":
         return []
-    return list(_combinations(config.space))
+    return _combinations(config.space)
 
 
 def open_trials(config: SweepConfig, records: Records) -> list[Tree]:

@@ -31,7 +31,7 @@ from trainers.errors import (
     first_line,
     printable,
 )
-from tune.config import Range
+from tune.config import sample_values
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec, num_kept, num_missing
 from tune.trials.journal import Journal
@@ -97,14 +97,12 @@ class SweepPlan:
             config.lanes, max_lanes, spec.num_trials, spec.source
         )
         precisions = config.space.get("precision", [train.precision])
-        if isinstance(precisions, Range):
-            precisions = precisions.choice or []
         cpus = [node.get("CPU", 0.0) for node in up]
         return cls(
             train=train,
             num_trials=spec.num_trials,
             is_independent=not config.learns and config.around is None,
-            precisions=tuple(precisions),
+            precisions=tuple(sample_values(precisions)),
             use_gpu=use_gpu,
             max_lanes=max_lanes,
             num_lanes=num_lanes,

@@ -19,7 +19,7 @@ from trainers.launch.spec import (
 )
 from trainers.lease import delete_own, fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
-from tune.config import SweepConfig, sample_values
+from tune.config import MEASURED, SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
@@ -36,8 +36,6 @@ from tune.trials.record import Records
 from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
-_NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
-"""Keys that may change when a sweep is resumed."""
 
 
 class KeptConfig(SweepConfig):
@@ -198,9 +196,8 @@ def _spec(
         if error.field in space:
             raise error_in_space(error, first, source) from error
         raise
-    kept = {
-        key: value for key, value in run.tree.items() if key != "storage_path"
-    }
+    kept = dict(run.tree)
+    kept.pop("storage_path")
     config = config.model_copy(update={"space": space})
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
@@ -213,10 +210,12 @@ def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
     """
     kept = read_kept(location)
     task_dir = kept.train.get("task_dir")
-    directory = (
-        Path(task_dir) if task_dir and isinstance(task_dir, str) else None
-    )
-    keys = Actions(kept.storage).read().extension | dict(overrides or {})
+    directory = Path(str(task_dir)) if task_dir else None
+    keys = Actions(kept.storage).read().extension
+    given = overrides or {}
+    for key in given:
+        keys.pop(key, None)
+    keys |= given
     tree = kept.config.model_dump(exclude_none=True)
     return replace(
         sweep_with(tree, kept.source, directory, keys), is_kept=True
@@ -272,7 +271,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if fresh:
         delete_own(spec.storage, SAVED)
     count = num_kept(spec)
-    if not count:
+    # A saved extension would be lost.
+    if not (count and Actions(spec.storage).read().extension):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
@@ -285,20 +285,35 @@ def num_kept(spec: SweepSpec) -> int:
     storage = spec.storage
     count = len(Journal(storage).names())
     if storage.exists(SAVED):
-        before = read_mapping(storage, SAVED)
-        then = known_keys(before, storage.locate(SAVED))
-        now = known_keys(spec.saved(), storage.locate(SAVED))
-        for key in _NOT_LEARNED:
-            then.pop(key, None)
-            now.pop(key, None)
+        then = known_keys(read_mapping(storage, SAVED), spec.source)
+        now = known_keys(spec.saved(), spec.source)
         # Without records the objective may change: a wrong metric may have
         # ended the sweep.
         if not count:
             now["objective"] = then["objective"]
-        extend = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`"
-        fix = f"{extend}, give another `--name`, or start over with `--fresh`"
-        refuse_changes(then, now, storage.uri, fix, spec.source)
+        fix = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`, give another `--name`, or start over with `--fresh`"
+        refuse_untrue(spec, then, now, fix)
     return count
+
+
+def refuse_untrue(spec: SweepSpec, then: Tree, now: Tree, fix: str) -> None:
+    """Raise ConfigError for the first change of a key that records depend on.
+
+    `scaling` changes the speed, what a training function does, and the batch
+    if the space gives it for each worker.
+    """
+    is_by_worker = (
+        spec.config.objective.metric in MEASURED
+        or "batch_size_per_worker" in spec.config.space
+        or spec.is_of_function
+    )
+    free = ["train.task_dir", "train.tracking"]
+    if not (is_by_worker and Journal(spec.storage).names()):
+        free.append("train.scaling")
+    for key in free:
+        then.pop(key, None)
+        now.pop(key, None)
+    refuse_changes(then, now, spec.uri, fix, spec.source)
 
 
 def known_keys(saved: Tree, source: str) -> Tree:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from trainers.config import TrainConfig
-from trainers.config.function import FunctionConfig, build_run
-from trainers.config.model import Tree, refuse_changes
+from trainers.config.function import build_run
+from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
@@ -27,6 +27,7 @@ from tune.sweeps.spec import (
     prepare,
     read_kept,
     read_saved,
+    refuse_untrue,
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
@@ -34,7 +35,6 @@ from tune.trials.record import (
     BY_BUDGET,
     Records,
     TrialRecord,
-    dollars,
     num_lanes,
     time_to_target,
     trial_id,
@@ -43,17 +43,9 @@ from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
 
-_FREE = {
-    "epochs",
-    "max_steps",
-    "checkpoint",
-    "failure",
-    "scaling",
-    "tracking",
-    "task_dir",
-}
-"""Sections of a run that an extension may change: no record depends on them."""
 _LENGTHS = ("epochs", "max_steps")
+_FREE = {*_LENGTHS, "checkpoint", "failure"}
+"""Sections of a run that an extension, but no start, may change."""
 _HOW = "from their checkpoints, unless none was kept or the learning rate depends on the number of steps"
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
@@ -94,14 +86,16 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
         )
         raise ConfigError("search", new.config.search, rule, better)
     # Trials override swept keys, so both sides of the comparison get the new
-    # space's first value of each.
+    # space's first value of each, and of new keys the value of such a trial.
     swept = {
         key: sample_values(values)[0]
         for key, values in new.config.space.items()
+        if key in old.config.space
     }
-    then = trial_tree(old.train, swept)
-    now = trial_tree(new.train, swept)
-    refuse_changes(_learned(then), _learned(now), old.uri, fix, new.source)
+    then = with_defaults(trial_tree(old.train, swept), old.source)
+    own = _own_values(swept, old, new)
+    now = with_defaults(trial_tree(new.train, own), old.source)
+    refuse_untrue(new, _learned(then), _learned(now), fix)
     for key in _LENGTHS:
         was = then.get(key)
         if was is not None and not now.get(key, 0) >= was:
@@ -127,18 +121,21 @@ def apply_extension(spec: SweepSpec) -> int:
         return prepare(spec, False)
     _check(old, spec)
     records = journal.records()
-    lane_usd_per_hour = spec.config.usd_per_hour
-    if lane_usd_per_hour is not None:
-        lane_usd_per_hour /= num_lanes(records)
     num_shorter = 0
     for record in records:
-        carried = _carried(record, old, spec, lane_usd_per_hour)
+        carried = _carried(record, old, spec)
         if carried is None:
             num_shorter += 1
         elif carried != record:
             journal.append(carried)
         if carried is None or carried.id != record.id:
             journal.set_aside(record)
+    usd_per_hour = spec.config.usd_per_hour
+    if (
+        old.config.objective != spec.config.objective
+        or old.config.usd_per_hour != usd_per_hour
+    ):
+        journal.price(usd_per_hour and usd_per_hour / num_lanes(records))
     spec.storage.write(
         f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED)
     )
@@ -153,51 +150,36 @@ def apply_extension(spec: SweepSpec) -> int:
 
 def content(spec: SweepSpec) -> tuple[Tree, Tree]:
     """Return what identifies a sweep, regardless of where its task's files are."""
-    train = {
-        key: value for key, value in spec.train.items() if key != "task_dir"
-    }
+    train = spec.train | {"task_dir": None}
     return spec.config.model_dump(exclude={"train"}), train
 
 
 def _carried(
-    record: TrialRecord,
-    old: SweepSpec,
-    new: SweepSpec,
-    usd_per_hour: float | None,
+    record: TrialRecord, old: SweepSpec, new: SweepSpec
 ) -> TrialRecord | None:
     """Convert a record to the extended sweep; None if the trial must train longer."""
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
-    if record.message == BY_BUDGET and _has_more_time(old, new):
+    was_s = old.config.time_budget_s or math.inf
+    now_s = new.config.time_budget_s or math.inf
+    if record.message == BY_BUDGET and now_s > was_s:
         return None
-    names = old.train.get("keys") or {}
-    before = {
-        key: value_at(old.train, names.get(key, key))
-        for key in new.config.space
-    }
-    config = before | record.config
+    config = _own_values(record.config, old, new)
     # The action that added a clone names it by the keys of then.
     name = record.id
     if record.purpose != "clone":
         name = trial_id(config, record.purpose, record.seed)
-    carried = replace(record, id=name, config=config)
-    has_same_objective = old.config.objective == new.config.objective
-    has_same_price = old.config.usd_per_hour == new.config.usd_per_hour
-    if has_same_objective and has_same_price:
-        return carried
-    metrics = dict(record.metrics)
-    metrics.pop("usd_to_target", None)
-    if time_s is not None and usd_per_hour is not None:
-        metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    return replace(carried, metrics=metrics, time_to_target_s=time_s)
+    return replace(record, id=name, config=config, time_to_target_s=time_s)
 
 
-def _has_more_time(old: SweepSpec, new: SweepSpec) -> bool:
-    """Return whether the extended sweep's budget of time or dollars is larger."""
-    was_s = old.config.time_budget_s or math.inf
-    now_s = new.config.time_budget_s or math.inf
-    return now_s > was_s
+def _own_values(trial: Tree, old: SweepSpec, new: SweepSpec) -> Tree:
+    """Return a trial's values, with those that it had of the space's new keys."""
+    names = old.train.get("keys") or {}
+    tree = with_defaults(trial_tree(old.train, trial), old.source)
+    return {
+        key: value_at(tree, names.get(key, key)) for key in new.config.space
+    } | trial
 
 
 def _goes_on(
@@ -212,33 +194,23 @@ def _goes_on(
         return False
     if _is_whole(record, new):
         return False
-    if (
-        old.config.objective.ends_at_target
-        and record.time_to_target_s is not None
-    ):
-        return True
-    return _is_whole(record, old)
+    had_target = old.config.objective.ends_at_target
+    was_cut = had_target and record.time_to_target_s is not None
+    return was_cut or _is_whole(record, old)
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
-    """Return whether a trial was trained as long as `spec` lets it.
+    """Return whether a trial was trained to the last step that `spec` has.
 
-    For a task: to its last step. For a training function: it did not end at
-    the target.
+    The end of a training function is not known.
     """
     run = build_run(trial_tree(spec.train, record.config), spec.source)
-    if isinstance(run, FunctionConfig):
-        is_short = spec.config.objective.ends_at_target
-        return not is_short or record.time_to_target_s is None
-    return _length(record, run) >= 1
-
-
-def _length(record: TrialRecord, run: TrainConfig) -> float:
-    """Return the share of a run's configured length that a trial has trained."""
     end = record.curve[-1] if record.curve else {}
+    if not isinstance(run, TrainConfig):
+        return False
     if run.max_steps is not None:
-        return end.get("step", 0) / run.max_steps
-    return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
+        return end.get("step", 0) >= run.max_steps
+    return end.get("epoch", 0) + 1e-9 >= (run.epochs or math.inf)
 
 
 @dataclass(frozen=True)
@@ -311,8 +283,8 @@ def steer(
     if clone in trials:
         rule = f"has this clone already: {clone}, {trials[clone].status}"
         raise ConfigError("TRIAL", name, rule, "change a key, such as seed=1")
-    goes_on = keys.keys() <= set(_LENGTHS)
-    actions.add(Action("clone", name, changed, goes_on=goes_on))
+    is_longer = keys.keys() <= set(_LENGTHS)
+    actions.add(Action("clone", name, changed, is_longer))
     return clone
 
 

@@ -4,14 +4,14 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from trainers.config.model import Tree
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Name, TrialRecord, UnixTime
+from tune.trials.record import Name, TrialRecord, UnixTime, dollars
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,22 @@ class Journal:
         """Return all records, in the order in which the trials started."""
         found = [self._read(f"{name}.json") for name in self.names()]
         return in_order(found)
+
+    def price(self, lane_usd_per_hour: float | None) -> list[TrialRecord]:
+        """Price all trials by the same lane, and return their records."""
+        priced = []
+        for record in self.records():
+            metrics = dict(record.metrics)
+            metrics.pop("usd_to_target", None)
+            if record.time_to_target_s is not None and lane_usd_per_hour:
+                metrics["usd_to_target"] = dollars(
+                    record.time_to_target_s, lane_usd_per_hour
+                )
+            if metrics != record.metrics:
+                record = replace(record, metrics=metrics)
+                self.append(record)
+            priced.append(record)
+        return priced
 
     def _read(self, name: str) -> TrialRecord:
         fix = "delete the file, and the trial runs again"

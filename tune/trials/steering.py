@@ -85,6 +85,9 @@ def steered(actions: Iterable[Action]) -> Steering:
         elif action.kind == "clone":
             clones.setdefault(trial_id(action.keys, "clone"), action)
         elif action.kind == "extend":
+            # Keys are set in this order, and sections may overlap.
+            for key in action.keys:
+                extension.pop(key, None)
             extension |= action.keys
         else:
             paused = action.kind == "pause"
@@ -103,7 +106,12 @@ class Actions:
 
     def add(self, action: Action) -> None:
         """Write an action; return once it is durable."""
-        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
+        # Also after the last action if this clock is behind the one of then.
+        place = time.time_ns()
+        newest = max(self._storage.names(), default="")[:20]
+        if newest.isdecimal():
+            place = max(place, int(newest) + 1)
+        name = f"{place:020d}-{secrets.token_hex(4)}.json"
         self._storage.write(name, json.dumps(asdict(action)).encode())
 
     def read(self) -> Steering:
