@@ -155,6 +155,28 @@ def test_what_forks_would_share_of_an_import(
     assert [name.partition(":")[0] for name in names] == found
 
 
+@pytest.mark.parametrize(
+    ("draw", "num_different"),
+    [
+        ("random.seed(0), np.random.seed(0), torch.manual_seed(0)", 1),
+        ("random.random(), np.random.rand(1000), torch.rand(1000)", 2),
+    ],
+)
+def test_trials_draw_alike_only_if_their_module_seeds(
+    name, tmp_path, draw, num_different
+):
+    Path(tmp_path, "drawing.py").write_text(
+        f"import random, numpy as np, torch\n{draw}\ndef draws(channel):\n"
+        "    return random.random(), np.random.rand(), torch.rand(1).item()\n"
+    )
+    preload = Preload((str(tmp_path),), ("drawing",))
+    with contextlib.closing(Zygote(name, preload)) as one:
+        drawn = [one.fork("drawing:draws").serve(None) for _ in range(2)]
+    assert {len(set(both)) for both in zip(*drawn, strict=True)} == {
+        num_different
+    }
+
+
 def test_a_trials_task_finds_its_rank_before_its_import(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(IndexError):

@@ -15,7 +15,6 @@ import sys
 import traceback
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train.torch
 import torch
@@ -155,12 +154,11 @@ def unpickled(function: bytes) -> Any:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Set the random seed, threads and device as in a new Ray process.
+    """Set the threads and the device as in a new Ray process.
 
     Args:
         gpu_ids: The GPU IDs that Ray has assigned to the worker.
     """
-    np.random.seed()
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(num_threads or torch.get_num_threads())
     # Ray Train finds the device by this function, which would join the
