@@ -157,11 +157,13 @@ def sweep(name, storage):
         yield {"heard": len(callback.heard), **said, **(result.metrics or {})}
 
     def with_rows(config, rows):
-        return driver({**config, "rows": rows})
+        more = ray.get(config.pop("more"))
+        return driver({**config, "rows": rows + more})
 
     trainable: Any = driver
     if name == "cases":
-        trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 1000)
+        trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 600)
+        values = {**values, "more": ray.put([0.0] * 400)}
     scheduler = ray.tune.schedulers.ASHAScheduler(
         max_t=40, grace_period=4, reduction_factor=2
     )
@@ -192,27 +194,11 @@ def sweep(name, storage):
             if table is None
             else json.loads(table.to_json(orient="records"))
         )
-        keys = (
-            "loss",
-            "epoch",
-            "found",
-            "rows",
-            "process",
-            "score",
-            "heard",
-            "returned",
-            "kept",
-            "driven",
-        )
-        kept = [
-            {key: row[key] for key in keys if row.get(key) is not None}
-            for row in rows
-        ]
         trials.append(
             {
-                "config": result.config,
+                "config": {**result.config, "more": None},
                 "error": str(result.error or "")[-300:],
-                "rows": kept,
+                "rows": rows,
             }
         )
     shown = [

@@ -37,7 +37,7 @@ def case(ours, name):
 
 
 def column(trial, key):
-    return [row[key] for row in trial["rows"] if key in row]
+    return [row[key] for row in trial["rows"] if row.get(key) is not None]
 
 
 def test_checkpoints_callbacks_and_return_values_are_rays(ours):

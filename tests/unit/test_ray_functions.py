@@ -180,6 +180,11 @@ def parent():
         yield zygote
 
 
+def driven(parent, driver):
+    packed = cloudpickle.dumps(driver), cloudpickle.dumps({"lr": 1})
+    return parent.fork("tune.ray._driver:run_driver", *packed).serve(None)
+
+
 @pytest.mark.parametrize(
     ("driver", "outcome"),
     [
@@ -194,9 +199,7 @@ def parent():
 def test_a_driver_ends_with_what_it_raised_or_returned(
     driver, outcome, parent
 ):
-    packed = cloudpickle.dumps(driver)
-    fork = parent.fork("tune.ray._driver:run_driver", packed, {})
-    has_failed, found = fork.serve(None)
+    has_failed, found = driven(parent, driver)
     assert has_failed is (outcome is not None)
     assert type(found) is outcome if has_failed else found == 4.5
 
@@ -213,10 +216,7 @@ def reads(config):
     ],
 )
 def test_an_error_of_a_driver_shows_the_users_line(driver, line, parent):
-    fork = parent.fork(
-        "tune.ray._driver:run_driver", cloudpickle.dumps(driver), {"lr": 1}
-    )
-    _, raised = fork.serve(None)
+    _, raised = driven(parent, driver)
     shown = "".join(traceback.format_exception(raised))
     assert line in shown
     assert f"in {driver.__name__}" in shown

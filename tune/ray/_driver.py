@@ -59,7 +59,7 @@ class Reports:
         return reports_of_trial, ()
 
 
-def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
+def run_driver(channel: Channel, driver: bytes, config: bytes) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception.
 
     The exception arrives with the driver's traceback as its cause, because
@@ -73,7 +73,7 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     session = DriverSession(channel)
     set_session(session)
     try:
-        returned = unpickled(driver)(config)
+        returned = unpickled(driver)(unpickled(config))
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None

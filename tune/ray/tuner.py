@@ -81,7 +81,9 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         ray.get(lanes.enter.remote(actor))
         try:
             fork = Zygote.of_functions(pool).fork(
-                "tune.ray._driver:run_driver", packed, config
+                "tune.ray._driver:run_driver",
+                packed,
+                cloudpickle.dumps(config),
             )
             has_failed, returned = fork.serve(
                 Asked(lanes, pool), lambda: not is_stopped(), look_s=0.1
