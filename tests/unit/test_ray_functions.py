@@ -32,7 +32,7 @@ from tune.lanes.controller import NoGroup
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace, makes_trainer, without_exits
+from tune.ray.tuner import Tuner, _Pace, in_lanes, makes_trainer, without_exits
 
 made = []
 
@@ -206,6 +206,20 @@ def test_a_driver_ends_with_what_it_raised_or_returned(
 
 def reads(config):
     return config["lrr"]
+
+
+def test_a_driver_is_what_it_is_when_tune_pickles_it():
+    """Its parameters are in Ray's object store by then."""
+    found = []
+    run = in_lanes(lambda config: found, "pool")
+    found.append(1)
+    run = cloudpickle.loads(cloudpickle.dumps(run))
+    assert cloudpickle.loads(run.__closure__[0].cell_contents)({}) == [1]
+
+
+def test_a_sweep_is_restored_by_arguments_in_rays_order(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Tuner.restore(str(tmp_path), build, True, True)
 
 
 @pytest.mark.parametrize(

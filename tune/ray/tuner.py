@@ -66,7 +66,7 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         driver: The function that makes a trainer and calls `fit`.
         pool: The name of the pool of lanes, and of the zygotes.
     """
-    packed = cloudpickle.dumps(driver)
+    packed = _Packed(driver)
 
     def run(config: Tree) -> Any:
         lanes: Any = ray.get_actor(pool)
@@ -106,6 +106,16 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
     run.__name__ = getattr(driver, "__name__", run.__name__)
     run.__qualname__ = getattr(driver, "__qualname__", run.__qualname__)
     return tune.with_resources(run, _TOKEN)
+
+
+class _Packed:
+    """A driver, which Tune pickles late, and as bytes: only forks unpickle it."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytes, (cloudpickle.dumps(self._driver),)
 
 
 def without_exits(unraisable: Any) -> None:
