@@ -185,8 +185,8 @@ class Tuner(tune.Tuner):
         run_config.callbacks = [*(run_config.callbacks or []), pace]
 
     @classmethod
-    def restore(  # type: ignore[override]
-        cls, path: str, trainable: Any, **given: Any
+    def restore(
+        cls, path: str, trainable: Any, *more: Any, **given: Any
     ) -> Self:
         """Continue the trials of a sweep that was cut off, as Ray's `restore` does."""
         drives = makes_trainer(trainable)
@@ -195,7 +195,7 @@ class Tuner(tune.Tuner):
         if drives:
             trainable = in_lanes(driver, pool)
         internal: Any = tune.Tuner.restore(
-            path, trainable, **given
+            path, trainable, *more, **given
         )._local_tuner
         restored = cls(_tuner_internal=internal)
         if drives:
