@@ -18,6 +18,7 @@ import ray.train
 import ray.tune
 import torch
 from ray.train.v2.api.callback import UserCallback
+from ray.train import ValidationConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from tests import lane_functions
@@ -111,7 +112,11 @@ def cases(config):
 
 
 SWEEPS = {
-    "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
+    "train": (
+        train,
+        2,
+        {"lr": 1e-2, "batch_size": [16, 64], "validates": True},
+    ),
     "cases": (
         cases,
         1,
@@ -141,6 +146,10 @@ def sweep(name, storage):
                 name=ray.tune.get_context().get_trial_id(),
                 storage_path=storage,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            validation_config=ValidationConfig(
+                lambda checkpoint: {"validated": 1},
+                ray_remote_kwargs={"num_cpus": 0},
+            ),
                 failure_config=ray.train.FailureConfig(
                     max_failures=int(config.get("case") == "retried")
                 ),

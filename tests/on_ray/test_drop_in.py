@@ -49,6 +49,7 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours):
         ]  # the callbacks are copies, as Ray's
         assert column(trial, "returned") == ["rank 0"]
         assert column(trial, "kept") == [2]
+        assert column(trial, "validated") == [1]
         assert column(trial, "driven") == [1], (
             "no driver finds what another has left in its process"
         )

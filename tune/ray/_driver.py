@@ -119,6 +119,11 @@ class Asked:
             backend: Backend of the ranks' process group.
             timeout_s: How long a rank waits for the others in a collective.
         """
+        if validation := given["validation_config"]:
+            # Not within the trial's placement group, which has no CPU.
+            validation.ray_remote_kwargs.setdefault(
+                "scheduling_strategy", "DEFAULT"
+            )
         forked = ForkedFunction(function, self._zygote, backend, timeout_s)
         trainer = _InLane(forked, backend_config=NoGroup(backend), **given)
         trainer.pool = self._pool
