@@ -41,6 +41,10 @@ def leaks(config):
     how many rows it was given.
     """
     found = [
+    if not ray.is_initialized():  # as it is in Ray's workers
+        ray.init(num_cpus=1)
+    assert ray.tune.get_context().get_trial_id() is None
+    assert logging.getLogger("own").isEnabledFor(logging.INFO)
         torch.get_default_dtype() == torch.float64,
         "LEFT_HERE" in os.environ,
         torch.add is not ADD,

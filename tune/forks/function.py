@@ -116,6 +116,8 @@ class ForkUtils(TrainFnUtils):
         """Do the same as Ray's method."""
         return True
 
+    trial_id = trial_name = experiment_name = None
+    trial_resources = trial_dir = None
 
 class _TuneSession:
     """The session behind `ray.tune.report` and `ray.tune.get_checkpoint`."""
