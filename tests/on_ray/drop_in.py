@@ -6,6 +6,7 @@ Run as: python -m tests.on_ray.drop_in DIRECTORY
 """
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -17,8 +18,8 @@ import ray
 import ray.train
 import ray.tune
 import torch
-from ray.train.v2.api.callback import UserCallback
 from ray.train import ValidationConfig
+from ray.train.v2.api.callback import UserCallback
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from tests import lane_functions
@@ -40,11 +41,11 @@ def leaks(config):
     """Leaves behind what its configuration says; reports what it found, and
     how many rows it was given.
     """
-    found = [
     if not ray.is_initialized():  # as it is in Ray's workers
         ray.init(num_cpus=1)
     assert ray.tune.get_context().get_trial_id() is None
     assert logging.getLogger("own").isEnabledFor(logging.INFO)
+    found = [
         torch.get_default_dtype() == torch.float64,
         "LEFT_HERE" in os.environ,
         torch.add is not ADD,
@@ -145,15 +146,15 @@ def sweep(name, storage):
         trainer = TorchTrainer(
             function,
             train_loop_config=config,
+            validation_config=ValidationConfig(
+                lambda checkpoint: {"validated": 1},
+                ray_remote_kwargs={"num_cpus": 0},
+            ),
             scaling_config=ray.train.ScalingConfig(num_workers=workers),
             run_config=ray.train.RunConfig(
                 name=ray.tune.get_context().get_trial_id(),
                 storage_path=storage,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-            validation_config=ValidationConfig(
-                lambda checkpoint: {"validated": 1},
-                ray_remote_kwargs={"num_cpus": 0},
-            ),
                 failure_config=ray.train.FailureConfig(
                     max_failures=int(config.get("case") == "retried")
                 ),

@@ -193,6 +193,7 @@ def run_function(
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)
     set_session(_TuneSession(utils))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as Ray
     try:
         place.form_group(channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(
