@@ -132,6 +132,9 @@ class _TuneSession:
         self._utils.report(metrics, checkpoint=checkpoint)
 
     @property
+_init = ray.init
+
+
     def loaded_checkpoint(self) -> Any:
         """Do the same as Ray's method."""
         return self._utils.get_checkpoint()
@@ -140,7 +143,7 @@ class _TuneSession:
 def connect() -> None:
     """Join the cluster of the worker that has started this process."""
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        _init(log_to_driver=False, logging_level=logging.ERROR)
 
 
 def unpickled(function: bytes) -> Any:
@@ -162,6 +165,8 @@ def as_new_process(gpu_ids: list[str]) -> None:
         gpu_ids: The GPU IDs that Ray has assigned to the worker.
     """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+    # In Ray's workers, the usual guard by `ray.is_initialized` skips this.
+    of_ray.init = lambda *args, **given: connect()
     torch.set_num_threads(num_threads or torch.get_num_threads())
     # Ray Train finds the device by this function, which would join the
     # cluster.
