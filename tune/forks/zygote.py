@@ -35,7 +35,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ class Zygote:
         path: Path,
         first: socket.socket,
         why_not: str | None,
-        reseed: Iterable[Callable[[], object]],
+        reseed: Iterable[Any],
     ) -> None:
         """`first` is the first client; `why_not` says why this process cannot fork.
 
@@ -130,7 +130,6 @@ class Zygote:
             )
         except OSError:
             message = b""
-            files = []
         if message == FORK:
             pid = self._start(files)
             self._trials[pid] = client
@@ -140,8 +139,8 @@ class Zygote:
         elif message:
             lines = message.decode().splitlines()
             self._is_ended = END_ALL in lines
-            import_all([line for line in lines if line != END_ALL])
-            gc.freeze()
+            if self._why_not is None and not self._is_ended:
+                self._why_not = load(lines)
         else:
             self._forget(client)
 
@@ -261,7 +260,7 @@ def import_users(modules: Sequence[str]) -> list[str]:
     return found
 
 
-def seeds() -> dict[Callable[[], object], Any]:
+def seeds() -> dict[Any, Any]:
     """Return what a seed changes in each generator, but no draw, by what seeds it."""
     import numpy as np
     import torch
@@ -283,6 +282,23 @@ def _open_files() -> set[str]:
         if (place.is_file() or place.is_socket())
         and f"{place.resolve()}\n" not in mapped
     }
+
+
+def load(modules: Sequence[str]) -> str | None:
+    """Import the user's modules; return, and print, why forks would go wrong then."""
+    found = import_users(modules)
+    gc.freeze()
+    why_not = (
+        f"importing the task or function opened or read {', '.join(found)}"
+        if found
+        else why_not_fork()
+    )
+    if why_not is not None:
+        print(
+            f"trials run in new interpreters instead of forks, which is slower: {why_not}",
+            flush=True,
+        )
+    return why_not
 
 
 def why_not_fork() -> str | None:
@@ -332,7 +348,7 @@ def main() -> None:
     for signum in (signal.SIGIO, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     sys.path[:0] = [place for place in preload.path if place not in sys.path]
-    reseed: dict[Callable[[], object], Any] = {}
+    reseed: Iterable[Any] = ()
     why_not: str | None = "each trial is to have a new interpreter"
     if preload.forks:
         gc.disable()
@@ -346,20 +362,9 @@ def main() -> None:
         )
         random.gauss()
         before = seeds()
-        found = import_users(preload.modules)
+        why_not = load(preload.modules)
         reseed = dict(before.items() & seeds().items())
         gc.enable()
-        gc.freeze()
-        why_not = (
-            f"importing the task or function opened or read {', '.join(found)}"
-            if found
-            else why_not_fork()
-        )
-        if why_not is not None:
-            print(
-                f"trials run in new interpreters instead of forks, which is slower: {why_not}",
-                flush=True,
-            )
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
         Zygote(path, first, why_not, reseed).serve()
