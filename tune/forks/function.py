@@ -43,6 +43,15 @@ from tune.ray_internals import (
 )
 
 
+def _placed(name: str) -> Any:
+    """Return a method that returns a number of the worker's place."""
+
+    def number(self: ForkContext) -> Any:
+        return getattr(self._place, name)
+
+    return number
+
+
 class ForkContext(PublicContext):
     """The context that `ray.train.get_context()` returns."""
 
@@ -51,29 +60,15 @@ class ForkContext(PublicContext):
         self._experiment = experiment
         self._storage = storage
 
+    get_world_size = _placed("world_size")
+    get_world_rank = _placed("rank")
+    get_local_rank = _placed("local_rank")
+    get_local_world_size = _placed("local_world_size")
+    get_node_rank = _placed("node_rank")
+
     def get_experiment_name(self) -> str:
         """Do the same as Ray's method."""
         return self._experiment
-
-    def get_world_size(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.world_size
-
-    def get_world_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.rank
-
-    def get_local_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.local_rank
-
-    def get_local_world_size(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.local_world_size
-
-    def get_node_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.node_rank
 
     def get_storage(self) -> Any:
         """Do the same as Ray's method."""
@@ -116,13 +111,13 @@ class ForkUtils(TrainFnUtils):
         """Do the same as Ray's method."""
         return True
 
-    trial_id = trial_name = experiment_name = None
-    trial_resources = trial_dir = None
 
 class _TuneSession:
     """The session behind `ray.tune.report` and `ray.tune.get_checkpoint`."""
 
     world_rank = 0  # not None: Ray then takes this for a session of Ray Train
+    trial_id = trial_name = experiment_name = None
+    trial_resources = trial_dir = None
 
     def __init__(self, utils: ForkUtils) -> None:
         self._utils = utils
@@ -132,12 +127,12 @@ class _TuneSession:
         self._utils.report(metrics, checkpoint=checkpoint)
 
     @property
-_init = ray.init
-
-
     def loaded_checkpoint(self) -> Any:
         """Do the same as Ray's method."""
         return self._utils.get_checkpoint()
+
+
+_init = ray.init
 
 
 def connect() -> None:
@@ -165,13 +160,13 @@ def as_new_process(gpu_ids: list[str]) -> None:
         gpu_ids: The GPU IDs that Ray has assigned to the worker.
     """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
-    # In Ray's workers, the usual guard by `ray.is_initialized` skips this.
-    of_ray.init = lambda *args, **given: connect()
     torch.set_num_threads(num_threads or torch.get_num_threads())
     # Ray Train finds the device by this function, which would join the
     # cluster.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
+    # In Ray's workers, the usual guard by `ray.is_initialized` skips this.
+    of_ray.init = lambda *args, **given: connect()
     set_device("cuda" if gpu_ids else "cpu")
 
 
