@@ -87,6 +87,7 @@ def train(config: dict[str, Any]):
             ray.train.report(
                 {"loss": loss.item(), "epoch": epoch, "words": "no number"},
                 checkpoint=kept,
+                validation=kept is not None and "validates" in config,
             )
 
 

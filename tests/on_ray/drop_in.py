@@ -6,6 +6,7 @@ Run as: python -m tests.on_ray.drop_in DIRECTORY
 """
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ import ray
 import ray.train
 import ray.tune
 import torch
+from ray.train import ValidationConfig
 from ray.train.v2.api.callback import UserCallback
 from ray.tune.integration.ray_train import TuneReportCallback
 
@@ -39,6 +41,10 @@ def leaks(config):
     """Leaves behind what its configuration says; reports what it found, and
     how many rows it was given.
     """
+    if not ray.is_initialized():  # as it is in Ray's workers
+        ray.init(num_cpus=1)
+    assert ray.tune.get_context().get_trial_id() is None
+    assert logging.getLogger("own").isEnabledFor(logging.INFO)
     found = [
         torch.get_default_dtype() == torch.float64,
         "LEFT_HERE" in os.environ,
@@ -111,7 +117,11 @@ def cases(config):
 
 
 SWEEPS = {
-    "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
+    "train": (
+        train,
+        2,
+        {"lr": 1e-2, "batch_size": [16, 64], "validates": True},
+    ),
     "cases": (
         cases,
         1,
@@ -136,6 +146,10 @@ def sweep(name, storage):
         trainer = TorchTrainer(
             function,
             train_loop_config=config,
+            validation_config=ValidationConfig(
+                lambda checkpoint: {"validated": 1},
+                ray_remote_kwargs={"num_cpus": 0},
+            ),
             scaling_config=ray.train.ScalingConfig(num_workers=workers),
             run_config=ray.train.RunConfig(
                 name=ray.tune.get_context().get_trial_id(),
@@ -157,11 +171,13 @@ def sweep(name, storage):
         yield {"heard": len(callback.heard), **said, **(result.metrics or {})}
 
     def with_rows(config, rows):
-        return driver({**config, "rows": rows})
+        more = ray.get(config.pop("more"))
+        return driver({**config, "rows": rows + more})
 
     trainable: Any = driver
     if name == "cases":
-        trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 1000)
+        trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 600)
+        values = {**values, "more": ray.put([0.0] * 400)}
     scheduler = ray.tune.schedulers.ASHAScheduler(
         max_t=40, grace_period=4, reduction_factor=2
     )
@@ -192,27 +208,11 @@ def sweep(name, storage):
             if table is None
             else json.loads(table.to_json(orient="records"))
         )
-        keys = (
-            "loss",
-            "epoch",
-            "found",
-            "rows",
-            "process",
-            "score",
-            "heard",
-            "returned",
-            "kept",
-            "driven",
-        )
-        kept = [
-            {key: row[key] for key in keys if row.get(key) is not None}
-            for row in rows
-        ]
         trials.append(
             {
-                "config": result.config,
+                "config": {**result.config, "more": None},
                 "error": str(result.error or "")[-300:],
-                "rows": kept,
+                "rows": rows,
             }
         )
     shown = [

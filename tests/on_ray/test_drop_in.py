@@ -37,7 +37,7 @@ def case(ours, name):
 
 
 def column(trial, key):
-    return [row[key] for row in trial["rows"] if key in row]
+    return [row[key] for row in trial["rows"] if row.get(key) is not None]
 
 
 def test_checkpoints_callbacks_and_return_values_are_rays(ours):
@@ -49,6 +49,7 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours):
         ]  # the callbacks are copies, as Ray's
         assert column(trial, "returned") == ["rank 0"]
         assert column(trial, "kept") == [2]
+        assert column(trial, "validated") == [1]
         assert column(trial, "driven") == [1], (
             "no driver finds what another has left in its process"
         )

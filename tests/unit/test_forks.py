@@ -155,6 +155,33 @@ def test_what_forks_would_share_of_an_import(
     assert [name.partition(":")[0] for name in names] == found
 
 
+def test_trials_draw_alike_only_what_their_module_seeds(name, tmp_path):
+    Path(tmp_path, "drawing.py").write_text(
+        "import random, numpy as np, torch\n"
+        "random.seed(0), np.random.seed(0), torch.rand(1000)\n"
+        "def draws(channel):\n"
+        "    return random.random(), np.random.rand(), torch.rand(1).item()\n"
+    )
+    preload = Preload((str(tmp_path),), ("drawing",))
+    with contextlib.closing(Zygote(name, preload)) as one:
+        first, second = (one.fork("drawing:draws").serve(None) for _ in "12")
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+def test_no_fork_is_made_once_a_trials_library_has_a_thread(name, tmp_path):
+    Path(tmp_path, "threaded.py").write_text(
+        "import threading, time\n"
+        "thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)\n"
+        "thread.start()\n"
+        "def is_alive(channel):\n    return thread.is_alive()\n"
+    )
+    with contextlib.closing(Zygote(name, Preload((str(tmp_path),)))) as one:
+        one.hold()
+        one.learn(["threaded"])
+        assert one.fork("threaded:is_alive").serve(None)
+
+
 def test_a_trials_task_finds_its_rank_before_its_import(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(IndexError):

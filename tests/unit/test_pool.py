@@ -71,6 +71,22 @@ def test_a_lane_that_is_being_given_back_is_waited_for(removed):
     assert run(steps) == (1, 0)
 
 
+def test_an_idle_lane_gives_its_resources_back(removed, monkeypatch):
+    monkeypatch.setattr(pools, "_WATCH_S", 0.0)
+    monkeypatch.setattr(pools, "_IDLE_S", 0.0)
+
+    async def steps(pool):
+        await pool.borrow(SHAPE, "")
+        pool._do(pool._watch())
+        await asyncio.sleep(0.1)
+        assert removed == []
+        pool._lanes[0].borrower = None
+        while not removed:
+            await asyncio.sleep(0)
+
+    run(steps)
+
+
 def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed):
     async def steps(pool):
         await pool.enter("first")

@@ -32,7 +32,7 @@ from tune.lanes.controller import NoGroup
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace, makes_trainer, without_exits
+from tune.ray.tuner import Tuner, _Pace, in_lanes, makes_trainer, without_exits
 
 made = []
 
@@ -180,6 +180,11 @@ def parent():
         yield zygote
 
 
+def driven(parent, driver):
+    packed = cloudpickle.dumps(driver), cloudpickle.dumps({"lr": 1})
+    return parent.fork("tune.ray._driver:run_driver", *packed).serve(None)
+
+
 @pytest.mark.parametrize(
     ("driver", "outcome"),
     [
@@ -194,15 +199,27 @@ def parent():
 def test_a_driver_ends_with_what_it_raised_or_returned(
     driver, outcome, parent
 ):
-    packed = cloudpickle.dumps(driver)
-    fork = parent.fork("tune.ray._driver:run_driver", packed, {})
-    has_failed, found = fork.serve(None)
+    has_failed, found = driven(parent, driver)
     assert has_failed is (outcome is not None)
     assert type(found) is outcome if has_failed else found == 4.5
 
 
 def reads(config):
     return config["lrr"]
+
+
+def test_a_driver_is_what_it_is_when_tune_pickles_it():
+    """Its parameters are in Ray's object store by then."""
+    found = []
+    run = in_lanes(lambda config: found, "pool")
+    found.append(1)
+    run = cloudpickle.loads(cloudpickle.dumps(run))
+    assert cloudpickle.loads(run.__closure__[0].cell_contents)({}) == [1]
+
+
+def test_a_sweep_is_restored_by_arguments_in_rays_order(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Tuner.restore(str(tmp_path), build, True, True)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +230,7 @@ def reads(config):
     ],
 )
 def test_an_error_of_a_driver_shows_the_users_line(driver, line, parent):
-    fork = parent.fork(
-        "tune.ray._driver:run_driver", cloudpickle.dumps(driver), {"lr": 1}
-    )
-    _, raised = fork.serve(None)
+    _, raised = driven(parent, driver)
     shown = "".join(traceback.format_exception(raised))
     assert line in shown
     assert f"in {driver.__name__}" in shown

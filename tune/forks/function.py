@@ -15,7 +15,6 @@ import sys
 import traceback
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train.torch
 import torch
@@ -45,6 +44,15 @@ from tune.ray_internals import (
 )
 
 
+def _placed(name: str) -> Any:
+    """Return a method that returns a number of the worker's place."""
+
+    def number(self: ForkContext) -> Any:
+        return getattr(self._place, name)
+
+    return number
+
+
 class ForkContext(PublicContext):
     """The context that `ray.train.get_context()` returns."""
 
@@ -53,29 +61,15 @@ class ForkContext(PublicContext):
         self._experiment = experiment
         self._storage = storage
 
+    get_world_size = _placed("world_size")
+    get_world_rank = _placed("rank")
+    get_local_rank = _placed("local_rank")
+    get_local_world_size = _placed("local_world_size")
+    get_node_rank = _placed("node_rank")
+
     def get_experiment_name(self) -> str:
         """Do the same as Ray's method."""
         return self._experiment
-
-    def get_world_size(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.world_size
-
-    def get_world_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.rank
-
-    def get_local_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.local_rank
-
-    def get_local_world_size(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.local_world_size
-
-    def get_node_rank(self) -> int:
-        """Do the same as Ray's method."""
-        return self._place.node_rank
 
     def get_storage(self) -> Any:
         """Do the same as Ray's method."""
@@ -127,6 +121,8 @@ class _TuneSession:
     """The session behind `ray.tune.report` and `ray.tune.get_checkpoint`."""
 
     world_rank = 0  # not None: Ray then takes this for a session of Ray Train
+    trial_id = trial_name = experiment_name = None
+    trial_resources = trial_dir = None
 
     def __init__(self, utils: ForkUtils) -> None:
         self._utils = utils
@@ -141,10 +137,13 @@ class _TuneSession:
         return self._utils.get_checkpoint()
 
 
+_init = ray.init
+
+
 def connect() -> None:
     """Join the cluster of the worker that has started this process."""
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        _init(log_to_driver=False, logging_level=logging.ERROR)
 
 
 def unpickled(function: bytes) -> Any:
@@ -160,18 +159,19 @@ def unpickled(function: bytes) -> Any:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Set the random seed, threads and device as in a new Ray process.
+    """Set the threads and the device as in a new Ray process.
 
     Args:
         gpu_ids: The GPU IDs that Ray has assigned to the worker.
     """
-    np.random.seed()
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(num_threads or torch.get_num_threads())
     # Ray Train finds the device by this function, which would join the
     # cluster.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
+    # In Ray's workers, the usual guard by `ray.is_initialized` skips this.
+    of_ray.init = lambda *args, **given: connect()
     set_device("cuda" if gpu_ids else "cpu")
 
 
@@ -198,6 +198,7 @@ def run_function(
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)
     set_session(_TuneSession(utils))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as Ray
     try:
         place.form_group(channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(

@@ -25,6 +25,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -34,10 +35,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
 
@@ -74,10 +76,18 @@ class Zygote:
     """The zygote's server: accepts clients on a socket, and starts their trials."""
 
     def __init__(
-        self, path: Path, first: socket.socket, why_not: str | None
+        self,
+        path: Path,
+        first: socket.socket,
+        why_not: str | None,
+        reseed: Iterable[Any],
     ) -> None:
-        """`first` is the first client; `why_not` says why this process cannot fork."""
+        """`first` is the first client; `why_not` says why this process cannot fork.
+
+        `reseed` has what each forked trial calls to draw numbers of its own.
+        """
         self._why_not = why_not
+        self._reseed = reseed
         self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
         """The connection of each trial, by the PID of its process."""
@@ -120,7 +130,6 @@ class Zygote:
             )
         except OSError:
             message = b""
-            files = []
         if message == FORK:
             pid = self._start(files)
             self._trials[pid] = client
@@ -130,8 +139,8 @@ class Zygote:
         elif message:
             lines = message.decode().splitlines()
             self._is_ended = END_ALL in lines
-            import_all([line for line in lines if line != END_ALL])
-            gc.freeze()
+            if self._why_not is None and not self._is_ended:
+                self._why_not = load(lines)
         else:
             self._forget(client)
 
@@ -151,9 +160,13 @@ class Zygote:
                 *map(str, files),
             ]
             return os.posix_spawn(sys.executable, command, os.environ)
+        state = random.getstate()  # Python seeds this generator in a fork
         pid = os.fork()
         if pid == 0:
             self._leave()
+            random.setstate(state)
+            for seed in self._reseed:
+                seed()
             become(files)
         return pid
 
@@ -247,6 +260,19 @@ def import_users(modules: Sequence[str]) -> list[str]:
     return found
 
 
+def seeds() -> dict[Any, Any]:
+    """Return what a seed changes in each generator, but no draw, by what seeds it."""
+    import numpy as np
+    import torch
+
+    return {
+        # A spare number, which only `gauss` uses.
+        random.seed: random.getstate()[2],
+        np.random.seed: np.random.get_bit_generator().seed_seq,  # type: ignore[attr-defined]
+        torch.default_generator.seed: torch.initial_seed(),
+    }
+
+
 def _open_files() -> set[str]:
     """Return the open files and sockets, but for files that are mapped into memory."""
     mapped = Path("/proc/self/maps").read_text()
@@ -256,6 +282,23 @@ def _open_files() -> set[str]:
         if (place.is_file() or place.is_socket())
         and f"{place.resolve()}\n" not in mapped
     }
+
+
+def load(modules: Sequence[str]) -> str | None:
+    """Import the user's modules; return, and print, why forks would go wrong then."""
+    found = import_users(modules)
+    gc.freeze()
+    why_not = (
+        f"importing the task or function opened or read {', '.join(found)}"
+        if found
+        else why_not_fork()
+    )
+    if why_not is not None:
+        print(
+            f"trials run in new interpreters instead of forks, which is slower: {why_not}",
+            flush=True,
+        )
+    return why_not
 
 
 def why_not_fork() -> str | None:
@@ -305,6 +348,7 @@ def main() -> None:
     for signum in (signal.SIGIO, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     sys.path[:0] = [place for place in preload.path if place not in sys.path]
+    reseed: Iterable[Any] = ()
     why_not: str | None = "each trial is to have a new interpreter"
     if preload.forks:
         gc.disable()
@@ -316,22 +360,14 @@ def main() -> None:
                 "tune.forks.task",
             ]
         )
-        found = import_users(preload.modules)
+        random.gauss()
+        before = seeds()
+        why_not = load(preload.modules)
+        reseed = dict(before.items() & seeds().items())
         gc.enable()
-        gc.freeze()
-        why_not = (
-            f"importing the task or function opened or read {', '.join(found)}"
-            if found
-            else why_not_fork()
-        )
-        if why_not is not None:
-            print(
-                f"trials run in new interpreters instead of forks, which is slower: {why_not}",
-                flush=True,
-            )
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
-        Zygote(path, first, why_not).serve()
+        Zygote(path, first, why_not, reseed).serve()
     except BaseException:
         traceback.print_exc()
     finally:

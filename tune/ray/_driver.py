@@ -65,7 +65,7 @@ class Reports:
         return reports_of_trial, ()
 
 
-def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
+def run_driver(channel: Channel, driver: bytes, config: bytes) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception.
 
     The exception arrives with the driver's traceback as its cause, because
@@ -79,19 +79,18 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     session = DriverSession(channel)
     set_session(session)
     try:
-        returned = unpickled(driver)(config)
+        returned = unpickled(driver)(unpickled(config))
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None
         # A value that cannot be pickled counts as the driver's error.
         cloudpickle.dumps(returned)
-    except (SystemExit, StopIteration) as error:
-        # Ray's thread would take these exceptions for an end without an error.
-        words = f"the driver raised {type(error).__name__}: {error}"
-        failure: BaseException = RuntimeError(words)
-        return (True, ExceptionWithTraceback(failure, error.__traceback__))
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         failure = picklable(error)
+        # Ray's thread would take these exceptions for an end without an error.
+        if isinstance(error, SystemExit | StopIteration):
+            words = f"the driver raised {type(error).__name__}: {error}"
+            failure = RuntimeError(words)
         return (True, ExceptionWithTraceback(failure, error.__traceback__))
     return (False, returned)
 
@@ -126,6 +125,11 @@ class Asked:
             timeout_s: How long a rank waits for the others in a collective.
         """
         forked = ForkedFunction(function, self._zygote, backend, timeout_s)
+        if validation := given["validation_config"]:
+            # Not within the trial's placement group, which has no CPU.
+            validation.ray_remote_kwargs.setdefault(
+                "scheduling_strategy", "DEFAULT"
+            )
         trainer = _InLane(forked, backend_config=NoGroup(backend), **given)
         trainer.pool = self._pool
         return trainer.fit()

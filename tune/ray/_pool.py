@@ -36,6 +36,8 @@ _SETTLE_S = 10.0
 """How long a stopped function may take until its next report, which ends it."""
 _PLACE_S = 0.5
 _WATCH_S = 1.0
+_IDLE_S = 10.0
+"""How long a lane that no trial borrows keeps its resources."""
 _MAKE_S = 1.0
 
 
@@ -306,17 +308,12 @@ class Pool:
     def _start_wanted(self) -> None:
         """Start lanes for waiting trials that no starting or settling lane covers."""
         coming = Counter(
-            lane.shape for lane in self._lanes.values() if not lane.is_up
-        )
-        settling = Counter(
             lane.shape
             for lane in self._lanes.values()
-            if lane.is_up and lane.borrower == ""
+            if not lane.is_up or lane.borrower == ""
         )
         for wish in self._waiting:
-            if settling[wish.shape] > 0:
-                settling[wish.shape] -= 1
-            elif coming[wish.shape] > 0:
+            if coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
             else:
                 self._begin(wish.shape)
@@ -364,11 +361,14 @@ class Pool:
         await lane.placed
 
     async def _watch(self) -> None:
-        """Take back the lanes of trials whose actor has died; runs forever."""
+        """Take back the lanes of dead actors, and end idle lanes; runs forever."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
                 borrower = lane.borrower
+                is_free = lane.is_up and borrower is None
+                if is_free and time.monotonic() > lane.since + _IDLE_S:
+                    await self._end(lane)
                 if not borrower or not await asyncio.to_thread(
                     is_dead, borrower
                 ):

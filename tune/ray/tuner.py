@@ -66,7 +66,7 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         driver: The function that makes a trainer and calls `fit`.
         pool: The name of the pool of lanes, and of the zygotes.
     """
-    packed = cloudpickle.dumps(driver)
+    packed = _Packed(driver)
 
     def run(config: Tree) -> Any:
         lanes: Any = ray.get_actor(pool)
@@ -81,7 +81,9 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         ray.get(lanes.enter.remote(actor))
         try:
             fork = Zygote.of_functions(pool).fork(
-                "tune.ray._driver:run_driver", packed, config
+                "tune.ray._driver:run_driver",
+                packed,
+                cloudpickle.dumps(config),
             )
             has_failed, returned = fork.serve(
                 Asked(lanes, pool), lambda: not is_stopped(), look_s=0.1
@@ -104,6 +106,16 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
     run.__name__ = getattr(driver, "__name__", run.__name__)
     run.__qualname__ = getattr(driver, "__qualname__", run.__qualname__)
     return tune.with_resources(run, _TOKEN)
+
+
+class _Packed:
+    """A driver, which Tune pickles late, and as bytes: only forks unpickle it."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytes, (cloudpickle.dumps(self._driver),)
 
 
 def without_exits(unraisable: Any) -> None:
@@ -173,8 +185,8 @@ class Tuner(tune.Tuner):
         run_config.callbacks = [*(run_config.callbacks or []), pace]
 
     @classmethod
-    def restore(  # type: ignore[override]
-        cls, path: str, trainable: Any, **given: Any
+    def restore(
+        cls, path: str, trainable: Any, *more: Any, **given: Any
     ) -> Self:
         """Continue the trials of a sweep that was cut off, as Ray's `restore` does."""
         drives = makes_trainer(trainable)
@@ -183,7 +195,7 @@ class Tuner(tune.Tuner):
         if drives:
             trainable = in_lanes(driver, pool)
         internal: Any = tune.Tuner.restore(
-            path, trainable, **given
+            path, trainable, *more, **given
         )._local_tuner
         restored = cls(_tuner_internal=internal)
         if drives:
