@@ -140,7 +140,7 @@ def test_an_import_that_never_ends_keeps_no_zygote(name, tmp_path):
         ("", "numpy.memmap(__file__)", []),
         ("", "os.environ.get('LOCAL_RANK')", ["LOCAL_RANK"]),
         ("", "os.getenv('HOME')", []),
-        ("site-packages", "os.environ.get('LOCAL_RANK')", []),
+        ("dist-packages", "os.environ.get('LOCAL_RANK')", []),
     ],
 )
 def test_what_forks_would_share_of_an_import(

@@ -248,7 +248,7 @@ def import_users(modules: Sequence[str]) -> list[str]:
             for at in traceback.extract_stack():
                 if at.name == "<module>":
                     importing = at.filename
-            if "site-packages" not in importing:
+            if "-packages" not in importing:  # Debian: dist-packages
                 found.append(name)
         return encode(name)
 
