@@ -19,6 +19,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError
 from trainers.launch.local import LocalContext
+from trainers.loop import _checkpointing
 from trainers.loop.fit import fit
 from trainers.measure.run_log import RunLog
 from trainers.storage import Storage
@@ -230,6 +231,20 @@ class Centred(Tiny):
 
 def test_a_buffer_beside_the_model_that_is_assigned_comes_back(tmp_path):
     check_resume(tmp_path, Centred, 3, epochs=1)
+
+
+def test_ranks_agree_after_each_slow_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(_checkpointing, "_SLOW_S", -1.0)
+    rarely = {"every_steps": 100}
+    asked = iter([False, False])
+    result = train(
+        tmp_path,
+        stop=lambda: next(asked, True),
+        max_steps=30,
+        evaluate=rarely,
+        checkpoint=rarely,
+    )
+    assert (result.status, result.steps) == ("stopped", 12)
 
 
 def test_a_start_that_died_in_its_first_checkpoint_leaves_no_steps(tmp_path):

@@ -7,8 +7,8 @@ or fail.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, fields
-from typing import Any, NoReturn
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +36,8 @@ AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks. A bad loss or a request to stop
 takes effect within this many steps, on CUDA within twice as many.
 """
+_SLOW_S = 1.0
+"""Time between two agreements above which the next one follows after one step."""
 
 
 class Checkpointing:
@@ -306,8 +308,9 @@ class Checkpointing:
 class Agreement:
     """What one rank wants or, once agreed, what any rank wants."""
 
-    stop: bool = False
     diverged: bool = False
+    """The first, which is set on the device."""
+    stop: bool = False
     checkpoint_due: bool = False
     preempted: bool = False
     writing: bool = False
@@ -319,9 +322,6 @@ class Agreement:
         return self.stop or self.checkpoint_due or self.preempted
 
 
-_DIVERGED = [field.name for field in fields(Agreement)].index("diverged")
-
-
 class Agreements:
     """The successive agreements of all ranks during one attempt."""
 
@@ -329,6 +329,8 @@ class Agreements:
         self.attempt = attempt
         self.checkpointing = checkpointing
         self.waits = attempt.parts.device.type != "cuda"
+        self.is_slow = False
+        """Whether steps are slow enough to agree after each; equal on all ranks."""
         self._asked: Callable[[], Agreement] | None = None
 
     def next(self, at_once: bool) -> Agreement:
@@ -346,12 +348,15 @@ class Agreements:
         """
         attempt = self.attempt
         attempt.clock.end_span()
+        before_s = attempt.elapsed_s
         agreed = self._asked() if self._asked is not None else Agreement()
         mine, self._asked = _ask(attempt, self.checkpointing)
         alone_acts = mine.acts and attempt.parts.group.world_size == 1
         if self.waits or at_once or agreed.acts or alone_acts:
             agreed = self._asked()
             self._asked = None
+        # By the time that all ranks agreed on, not by this rank's clock.
+        self.is_slow = attempt.elapsed_s - before_s > _SLOW_S
         return agreed
 
 
@@ -378,7 +383,7 @@ def _ask(
     flags = torch.tensor([*astuple(mine), *numbers], dtype=torch.float64)
     if group.device.type == "cuda":  # the device of `bad`
         flags = flags.to(group.device, non_blocking=True)
-    flags[_DIVERGED] = attempt.parts.step.bad
+    flags[0] = attempt.parts.step.bad
     step = attempt.step
     read = to_host(group.max(flags))
 
@@ -390,7 +395,12 @@ def _ask(
             task = attempt.config.task
             refuse_other_samples("stream", task, f" before row {row}")
         if most_used != -least_used:
-            _refuse_other_blocks(step)
+            raise ConfigError(
+                "strategy",
+                "fsdp",
+                f"needs all ranks to use the same blocks and parameters; before step {step} they did not",
+                "use all blocks and parameters in every forward and loss (`0 * output.sum()` is a use), or set `strategy: ddp`",
+            )
         agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             checkpointing.settle()
@@ -404,16 +414,6 @@ def _ask(
         return agreed
 
     return mine, answer
-
-
-def _refuse_other_blocks(step: int) -> NoReturn:
-    """Raise ConfigError for a sharded model that ranks do not use alike."""
-    raise ConfigError(
-        "strategy",
-        "fsdp",
-        f"needs all ranks to use the same blocks and parameters; before step {step} they did not",
-        "use all blocks and parameters in every forward and loss (`0 * output.sum()` is a use), or set `strategy: ddp`",
-    )
 
 
 def check_replicas(parts: Replica, task: str, step: int) -> None:

@@ -86,8 +86,9 @@ class Training:
 
     - set the learning rate, run one step (trainers/step/train_step.py), count
       it;
-    - every ten steps, and before anything is saved, agree with all ranks on
-      stop, divergence and checkpoint time (_checkpointing.py);
+    - every ten steps (slow ones: every step), and before anything is saved,
+      agree with all ranks on stop, divergence and checkpoint time
+      (_checkpointing.py);
     - every `log_every_steps`, whatever else is due, log the mean loss of the
       steps since the last such log;
     - when due, evaluate (_monitor.py), checkpoint and report.
@@ -343,7 +344,8 @@ class Training:
         agreed = Agreement()
         is_last = step == attempt.end
         at_once = evaluate_now or checkpoint_now or is_last
-        if at_once or step % AGREE_EVERY_STEPS == 0:
+        is_due = self.asked.is_slow or step % AGREE_EVERY_STEPS == 0
+        if at_once or is_due:
             agreed = self.agree(at_once)
         if step % self.config.log_every_steps == 0 or is_last:
             end_window(attempt, self.monitor)
