@@ -5,6 +5,7 @@ with another one.
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -250,21 +251,31 @@ def test_an_objective_that_named_nothing_may_be_put_right(user):
 @pytest.mark.parametrize(
     ("metric", "space", "expected"),
     [
-        ("val_loss", "global_batch_size", nullcontext()),
-        ("samples_per_s", "global_batch_size", error_of("train.scaling")),
-        ("val_loss", "batch_size_per_worker", error_of("train.scaling")),
+        ("val_loss", "global_batch_size", nullcontext),
+        (
+            "samples_per_s",
+            "global_batch_size",
+            partial(error_of, "train.scaling"),
+        ),
+        (
+            "val_loss",
+            "batch_size_per_worker",
+            partial(error_of, "train.scaling"),
+        ),
     ],
 )
 def test_workers_may_change_unless_records_depend_on_them(
     user, metric, space, expected
 ):
-    spec = read(user, objective__metric=metric, space={space: [8]})
-    prepare(spec, fresh=False)
-    change = {"train.scaling.cpus_per_worker": 2}
-    order_extension(spec.uri, change)
+    for cpus in (1, 2):  # without records
+        keys = {"objective__metric": metric, "space": {space: [8]}}
+        spec = read(user, train__scaling__cpus_per_worker=cpus, **keys)
+        prepare(spec, fresh=False)
     Journal(spec.storage).append(TrialRecord("a", {}, "done", 1.0, 2.0))
-    with expected:
-        order_extension(spec.uri, change)
+    with expected():
+        prepare(read(user, **keys), fresh=False)
+    with expected():
+        order_extension(spec.uri, {"train.scaling.cpus_per_worker": 1})
 
 
 @pytest.mark.parametrize("search", ["random", "optuna", "grid"])

@@ -287,10 +287,11 @@ def num_kept(spec: SweepSpec) -> int:
     if storage.exists(SAVED):
         then = known_keys(read_mapping(storage, SAVED), spec.source)
         now = known_keys(spec.saved(), spec.source)
-        # Without records the objective may change: a wrong metric may have
-        # ended the sweep.
+        # Without records these may change: a wrong metric, or workers that fit
+        # on no node, may have ended the sweep.
         if not count:
             now["objective"] = then["objective"]
+            now["train.scaling"] = then.get("train.scaling")
         fix = f"continue that sweep with `python -m tune {shlex.quote(storage.uri)}`, give another `--name`, or start over with `--fresh`"
         refuse_untrue(spec, then, now, fix)
     return count
@@ -308,7 +309,7 @@ def refuse_untrue(spec: SweepSpec, then: Tree, now: Tree, fix: str) -> None:
         or spec.is_of_function
     )
     free = ["train.task_dir", "train.tracking"]
-    if not (is_by_worker and Journal(spec.storage).names()):
+    if not is_by_worker:
         free.append("train.scaling")
     for key in free:
         then.pop(key, None)
