@@ -268,7 +268,6 @@ class _Door:
 
     def start(self, args: Sequence[str], output: Output) -> int:
         """Run the command in `args`; raise ConfigError if `args` are not valid."""
-        _require_directory()
         name = self.named(args)
         names = [known for known in self.functions if known]
         has_unnamed = "" in self.functions and not _is_mistyped(args, names)
@@ -369,15 +368,6 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-def _require_directory() -> None:
-    """Raise ConfigError if the working directory was deleted."""
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        fix = "change to one that exists"
-        raise _mistake("the working directory", "was deleted", fix) from error
 
 
 def complain(

@@ -6,7 +6,6 @@ RANK and what else torchrun sets: of its workers, only rank 0 reports.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -199,13 +198,3 @@ class Sender:
                 except Exception as error:  # the driver is gone, which Ray reports in various ways; the run continues
                     logger.debug("records are no longer sent: %s", error)
                     self._send = lambda records: None
-
-
-@contextlib.contextmanager
-def sending(send: Callable[[list[Record]], None]) -> Iterator[Sender]:
-    """Yield a Sender, and close it after the block."""
-    sender = Sender(send)
-    try:
-        yield sender
-    finally:
-        sender.close()

@@ -31,7 +31,7 @@ from trainers.launch.spec import (
 from trainers.launch.training import TrainJob
 from trainers.lease import delete_own, held
 from trainers.measure.result import RunResult
-from trainers.output import Output, Take, sending, torchrun_rank
+from trainers.output import Output, Sender, Take, torchrun_rank
 from trainers.storage import Storage
 from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
@@ -163,7 +163,7 @@ def _telling(spec: Spec, output: Output, rank: int) -> Iterator[Take | None]:
     if spec.told == "" or rank > 0:
         yield None
     elif spec.told == "json":
-        with sending(output.records) as take:
+        with contextlib.closing(Sender(output.records)) as take:
             yield take
     else:
         from trainers.terminal import live_line

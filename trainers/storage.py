@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -279,12 +278,6 @@ class Storage:
         """Write one whole file; retry if that may help."""
         with self.writer(name) as stream:
             stream.write(data)
-
-    @retrying
-    def copy(self, file: Path, name: str) -> None:
-        """Copy a local file's content to `name`, in chunks."""
-        with file.open("rb") as source, self.writer(name) as target:
-            shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[BinaryIO]:

@@ -35,7 +35,6 @@ and URI scheme.
 """
 
 _OWN_RESOURCES = ("CPU", "GPU")
-_SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
 _MACHINE_FIELDS = {
     "aws": "InstanceType ImageId IamInstanceProfile BlockDeviceMappings MetadataOptions InstanceMarketOptions KeyName "
     "SubnetId SubnetIds SecurityGroupIds SecurityGroups NetworkInterfaces UserData TagSpecifications Placement "
@@ -92,9 +91,9 @@ def findings(
 
 
 def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
-    """Warn of misspelt machine fields, resource names and machine sizes.
+    """Warn of misspelt machine fields and resource names.
 
-    For such a field or size, the cloud would refuse the node, perhaps hours
+    For such a field, the cloud would refuse the node, perhaps hours
     later.
     """
     known = _MACHINE_FIELDS.get(cluster.provider, "").split()
@@ -119,16 +118,6 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                     f"is a custom resource, not Ray's {resource.upper()}",
                     f"write `{resource.upper()}`",
                 )
-        # EC2's names of instance types have the form family.size.
-        machine = str(node_type["node_config"].get("InstanceType") or "")
-        size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
-        if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
-            yield warning(
-                f"available_node_types.{name}.node_config.InstanceType",
-                machine,
-                f"names the size {size}, which EC2 does not have",
-                fix,
-            )
 
 
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:

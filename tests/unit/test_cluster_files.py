@@ -194,9 +194,6 @@ FOUND = {
     "misspelt_field": at(
         "azure", f"{SPOT}.node_config.azure_arm_tag", {}, "warning"
     ),
-    "misspelt_size": at(
-        "aws", f"{SPOT}.node_config.InstanceType", "g5.2xlrge", "warning"
-    ),
     "no_identity": (
         "azure",
         drop("provider.msi_name"),

@@ -324,13 +324,6 @@ def test_what_nobody_has_foreseen_ends_in_a_sentence_too(monkeypatch, capsys):
     assert sentence == "error: LookupError: no such host"
 
 
-def test_a_deleted_working_directory_is_said(told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    for door in DOORS:
-        assert "`the working directory`" in told(door, "x.yaml")
-
-
 def test_what_an_encoding_has_not_ends_no_command(monkeypatch):
     def say():
         """Say it."""

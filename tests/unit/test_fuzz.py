@@ -26,6 +26,7 @@ from tests.unit.cluster_files import LOCAL, parent_of, shipped
 from tests.unit.report_records import curve, trial
 from tests.unit.test_row_shards import cut_large
 from trainers.__main__ import train
+from trainers.checkpoint._row_shards import write_tensors
 from trainers.checkpoint.manifest import Manifest, shard_file
 from trainers.checkpoint.store import Archive
 from trainers.command_line import Command, entries
@@ -340,8 +341,8 @@ def kept(tmp_path_factory):
         name: archive.write("step-000000000002", name, cut.rest)
         for name in names
     }
-    written[shard_file(0)] = archive.write_rows(
-        "step-000000000002", shard_file(0), cut.rows
+    written[shard_file(0)] = archive.write(
+        "step-000000000002", shard_file(0), cut.rows, write_tensors
     )
     archive.seal(
         Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN),

@@ -85,8 +85,8 @@ def write(path, state, world_size):
     files = {"state.pt": archive.write(NAME, "state.pt", cuts[0].rest)}
     for rank, cut in enumerate(cuts):
         files[rank_file(rank)] = archive.write(NAME, rank_file(rank), {})
-        files[shard_file(rank)] = archive.write_rows(
-            NAME, shard_file(rank), cut.rows
+        files[shard_file(rank)] = archive.write(
+            NAME, shard_file(rank), cut.rows, write_tensors
         )
     archive.seal(Manifest(1, world_size, files), 1)
     return cuts
@@ -157,7 +157,7 @@ def test_the_files_are_those_of_the_safetensors_library(tmp_path):
         "one": torch.rand(1),
     }
     with (tmp_path / "ours.safetensors").open("wb") as stream:
-        write_tensors(stream, tensors)
+        write_tensors(tensors, stream)
     found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
     same({name: found[name] for name in tensors}, tensors)
     assert found.keys() == tensors.keys()
@@ -168,7 +168,7 @@ def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path):
         str(number): torch.rand(5_000_000) for number in range(10)
     }  # 200 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Archive(Storage(tmp_path)).write_rows(NAME, shard_file(0), rows)
+    Archive(Storage(tmp_path)).write(NAME, shard_file(0), rows, write_tensors)
     assert (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
     )

@@ -228,8 +228,6 @@ def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
         storage = Storage(tmp_path / "runs" / "digits")
         storage.write("config.yaml", b"a: 1")
         storage.write("checkpoints/step-1/state.pt", b"")
-        (tmp_path / "local").write_bytes(b"trace")
-        storage.copy(tmp_path / "local", "profile/trace.json.gz")
     finally:
         os.umask(before)
     root = tmp_path / "runs" / "digits"

@@ -87,7 +87,7 @@ def cut_rows(state: State, group: Group) -> Cut:
 
 
 def write_tensors(
-    stream: BinaryIO | Any, tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor], stream: BinaryIO | Any
 ) -> None:
     """Write tensors from any device, copying only one at a time to host memory."""
     header: State = {}

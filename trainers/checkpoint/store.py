@@ -46,6 +46,7 @@ from trainers.devices.group import Group
 from trainers.errors import (
     FIX,
     CheckpointError,
+    LeaseError,
     PacelineError,
     StorageError,
     chain,
@@ -114,30 +115,24 @@ class Archive:
         """Delete the manifest, so that a changing checkpoint never looks complete."""
         self.storage.delete(f"{name}/manifest.json")
 
-    def write(self, name: str, file: str, state: State) -> FileEntry:
-        """Write one file of a checkpoint; return its entry for the manifest."""
-        # Given a path, torch would hold the GIL during the whole write.
-        return self._write(
-            name, file, lambda stream: torch.save(state, stream)
-        )
-
-    def write_rows(
-        self, name: str, file: str, rows: Mapping[str, Tensor]
-    ) -> FileEntry:
-        """Write one rank's rows; return their file's entry for the manifest."""
-        return self._write(
-            name, file, lambda stream: write_tensors(stream, rows)
-        )
-
     @retrying
-    def _write(
-        self, name: str, file: str, content: Callable[[Any], None]
+    def write(
+        self,
+        name: str,
+        file: str,
+        state: Mapping[str, Any],
+        save: Callable[[Any, Any], None] = torch.save,
     ) -> FileEntry:
+        """Write one file of a checkpoint; return its entry for the manifest.
+
+        `save(state, stream)` writes: torch.save, or for rows `write_tensors`.
+        """
         path = f"{name}/{file}"
         try:
             with self.storage.writer(path) as stream:
                 hashing = _Hashing(stream)
-                content(hashing)
+                # Given a path, torch would hold the GIL during the whole write.
+                save(state, hashing)
         except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
             hidden = (
                 link for link in chain(error) if isinstance(link, OSError)
@@ -166,6 +161,8 @@ class Archive:
         for other in surplus(names, complete, name, keep, best):
             try:
                 self.storage.delete(other)
+            except LeaseError:
+                raise
             except StorageError as error:
                 logger.warning("an old checkpoint is kept: %s", error)
 
@@ -632,7 +629,9 @@ class Checkpoints:
             entries[own] = self.archive.write(name, own, rank_state)
             if rows is not None:
                 shard = shard_file(self.group.rank)
-                entries[shard] = self.archive.write_rows(name, shard, rows)
+                entries[shard] = self.archive.write(
+                    name, shard, rows, write_tensors
+                )
         except Exception as error:
             return entries, _message(error)
         return entries, None

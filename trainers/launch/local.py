@@ -42,7 +42,7 @@ from trainers.errors import PacelineError, RunFailedError, last_line, redact
 from trainers.launch.process import StopSignals, follow, setup_logging
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
-from trainers.output import Take, sending
+from trainers.output import Sender, Take
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,10 @@ def _spawned(
     context.failed = Path(directory, f"failed-{rank}")
     with _beside(job.told == "line"), contextlib.ExitStack() as stack:
         if job.told and rank == 0:
-            context.telling(job, stack.enter_context(sending(records.send)))
+            context.telling(
+                job,
+                stack.enter_context(contextlib.closing(Sender(records.send))),
+            )
         else:
             records.close()
         _execute(rank, job, context, directory)

@@ -164,7 +164,7 @@ class StepProfiler:
             trace = Path(directory, "trace.json.gz")
             recorded.export_chrome_trace(str(trace))
             try:
-                storage.copy(trace, trace.name)
+                storage.write(trace.name, trace.read_bytes())
             except (
                 StorageError
             ) as error:  # the training is worth more than its profile

@@ -65,7 +65,7 @@ from trainers.on_ray.worker_group import (
     as_failure,
     request_stop,
 )
-from trainers.output import Record, Take, sending
+from trainers.output import Record, Sender, Take
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
     if not spec.told or context.rank > 0:
         yield
         return
-    with sending(partial(send, spec.storage)) as context.take:
+    with contextlib.closing(
+        Sender(partial(send, spec.storage))
+    ) as context.take:
         yield
 
 
