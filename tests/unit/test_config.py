@@ -10,7 +10,7 @@ from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 
 BASE = {
-    "task": "task:Mine",
+    "task": "01-task:Mine",
     "epochs": 2,
     "global_batch_size": 64,
     "optimizer": {"lr": 0.1},
@@ -30,11 +30,6 @@ def sentences(**changes):
     with pytest.raises(ConfigError) as raised:
         make(**changes)
     return str(raised.value).splitlines()
-
-
-@pytest.mark.parametrize("module", ["train-model", "01_train", "a.b"])
-def test_a_scripts_name_may_be_no_identifier(module):
-    assert make(task=f"{module}:Mine").task == f"{module}:Mine"
 
 
 def test_the_defaults_are_a_run():

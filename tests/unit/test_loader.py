@@ -142,11 +142,11 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch):
 def test_resident_data_is_a_tensor_dataset():
     with pytest.raises(ConfigError, match="needs a TensorDataset"):
         feed(Samples(), resident=True)
-    whole = TensorDataset(INPUTS)
-    for resident in ("auto", False):
-        config = DataConfig(resident=resident)
-        own = task_feed(whole, Changing(), config, CPU, sharers=1, seed=0)
-        assert own.resident is None, "its collate would not be called"
+    config = DataConfig(resident=True)
+    with pytest.raises(ConfigError, match="without collate"):
+        task_feed(
+            TensorDataset(INPUTS), Changing(), config, CPU, sharers=1, seed=0
+        )
 
 
 def test_resident_tensors_that_a_task_changes_are_copied_again():
