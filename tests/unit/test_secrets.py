@@ -232,7 +232,7 @@ def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
         os.umask(before)
     root = tmp_path / "runs" / "digits"
     assert {mode(path) for path in root.rglob("*") if path.is_file()} == {file}
-    assert {mode(root), mode(root / "profile")} == {directory}
+    assert {mode(root), mode(root / "checkpoints")} == {directory}
 
 
 def test_a_variable_that_another_thread_removes_stops_no_report(monkeypatch):
