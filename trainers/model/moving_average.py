@@ -18,9 +18,9 @@ class MovingAverage:
     """Averages the optimizer's parameters and the floating buffers of a state_dict.
 
     Buffers are averaged as in torchvision's reference. Integer buffers
-    (BatchNorm's count) are not averaged. The average of a buffer begins anew
-    if a forward pass assigns a tensor of another shape. A tensor that begins
-    with infinite values, as a mask does, is copied instead.
+    (BatchNorm's count) are not averaged, nor those that begin with infinite
+    values (masks), whose average would be NaN. The average of a buffer begins
+    anew if a forward pass assigns a tensor of another shape.
 
     Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1)
     + (1 - decay) W_t after the optimizer's step t. Averages are float32 or
@@ -53,18 +53,16 @@ class MovingAverage:
         self._holders: dict[str, dict[str, Tensor | None]] = {}
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
-            if name in kept and buffer.is_floating_point():
+            is_averaged = (
+                buffer.is_floating_point() and buffer.isfinite().all()
+            )
+            if name in kept and is_averaged:
                 self._values[name] = buffer
                 owner, _, _ = name.rpartition(".")
                 self._holders[name] = model.get_submodule(owner)._buffers
         self._averages = {
             name: _widened(value) for name, value in self._values.items()
         }
-        self._infinite = [
-            name
-            for name, average in self._averages.items()
-            if not local(average).isfinite().all()
-        ]
         # The model's values, while the averages are in the model.
         self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -108,9 +106,6 @@ class MovingAverage:
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
             self._average(averages, taken, 0)
-        # It adds a part of the difference, and of infinities that is NaN.
-        for name in self._infinite:
-            local(self._averages[name]).copy_(local(self._values[name]))
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return this rank's averages and values, grouped by format and device."""

@@ -205,6 +205,15 @@ def so_far(
     return math.nan
 
 
+def _as_none(scheduler: Any) -> tuple[Any, ...]:
+    """Pickle a scheduler as one that does nothing.
+
+    Tune pickles schedulers for its own restore; a sweep resumes from the
+    journal instead.
+    """
+    return FIFOScheduler, ()
+
+
 class AshaScheduler(AsyncHyperBandScheduler):
     """ASHA by the evaluations of all trials, including those that Tune did not see."""
 
@@ -224,10 +233,7 @@ class AshaScheduler(AsyncHyperBandScheduler):
         self._records = records
         self._usd_per_hour = usd_per_hour
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Tune pickles the scheduler for its own restore; a sweep resumes from
-        # the journal instead.
-        return FIFOScheduler, ()
+    __reduce__ = _as_none
 
     def on_trial_result(
         self, tune_controller: Any, trial: Any, result: Tree
@@ -276,10 +282,7 @@ class BeatenScheduler(FIFOScheduler):
         self._records = records
         self._why = why
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Tune pickles the scheduler for its own restore; a sweep resumes from
-        # the journal instead.
-        return FIFOScheduler, ()
+    __reduce__ = _as_none
 
     def on_trial_result(
         self, tune_controller: Any, trial: Any, result: Tree

@@ -157,10 +157,11 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
     if config.search == "optuna":
         require_package("search", "optuna", source)
     for key, values in config.space.items():
+        name = f"space.{key}"
         # Ray's OptunaSearch takes it for a path of keys.
         if "/" in key and config.search == "optuna":
             raise ConfigError(
-                f"space.{key}",
+                name,
                 MISSING,
                 "contains a `/`, which `search: optuna` does not allow",
                 "rename the key, or set `search: random`",
@@ -168,8 +169,8 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
             )
         for value in sample_values(values):
             refuse_changes(
-                {f"space.{key}": json.loads(json.dumps(value))},
-                {f"space.{key}": value},
+                {name: json.loads(json.dumps(value))},
+                {name: value},
                 "the trials' records, where keys are text",
                 "write its keys in quotes",
                 source,
