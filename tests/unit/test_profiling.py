@@ -16,7 +16,7 @@ from tests.specs import curve, kept_result
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import StorageError, TooLargeError
+from trainers.errors import TooLargeError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.measure import profiler
@@ -98,15 +98,10 @@ def test_a_failure_inside_the_window_leaves_no_profiler_running(tmp_path):
     assert len(profiled_steps(tmp_path / "next")) == 2
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_the_run(
-    tmp_path, log, monkeypatch
-):
-    def full(*_):
-        raise StorageError("could not write: no space left")
-
-    monkeypatch.setattr(Storage, "copy", full)
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, log):
+    (tmp_path / "profile").write_text("in the way")
     assert train(tmp_path, profile_steps=2).status == "done"
-    assert "the profile is lost: could not write: no space left" in log.text
+    assert "the profile is lost: could not write" in log.text
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ import re
 import shutil
 import tempfile
 import threading
+import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,12 +232,12 @@ class MlflowSink(Sink):
 
 def _accepted(names: Iterable[str]) -> dict[str, str]:
     """Map each name to one that MLflow accepts; no two of these are equal."""
-    accepted: dict[str, str] = {}
-    for name in names:
-        shown = _accepted_name(name)
-        while shown in accepted.values():
-            shown += "_"
-        accepted[name] = shown
+    accepted = {name: _accepted_name(name) for name in names}
+    count = Counter(accepted.values())
+    for name, shown in accepted.items():
+        if count[shown] > 1 and shown != name:
+            digest = zlib.crc32(name.encode(errors="replace"))
+            accepted[name] = f"{shown[:240]}-{digest:08x}"
     return accepted
 
 
