@@ -202,8 +202,11 @@ class _Run:
     ) -> None:
         self._spec = spec
         self._plan = plan
-        # An earlier start may have had another price, or other lanes.
-        records = Journal(spec.storage).price(plan.lane_usd_per_hour)
+        records = Journal(spec.storage).records()
+        # An earlier start may have had another price, or other lanes. Without
+        # a price, dollars are a training function's own.
+        if plan.lane_usd_per_hour is not None:
+            records = Journal(spec.storage).price(plan.lane_usd_per_hour)
         # If only repeats of finalists are left, they need one lane.
         self._num_to_run = max(1, num_missing(spec.config, records))
         self._budget = Budget(math.inf)
